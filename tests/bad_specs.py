@@ -10,6 +10,7 @@ from tests.bad_algorithms import BAD_ALGORITHMS
 from tests.bad_checkpoints import BAD_CHECKPOINTS
 from tests.bad_data import BAD_DATA
 from tests.bad_divisions import BAD_DIVISIONS
+from tests.bad_elastic import BAD_ELASTIC
 from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
@@ -344,6 +345,7 @@ BAD_SPECS = (
     BadSpec("keep no checkpoint", {_spec("checkpoint"): {"keep": 0}},
             "spec.checkpoint.keep", "greater than or equal to 1", shows="0"),
     *BAD_CHECKPOINTS,
+    *BAD_ELASTIC,
     BadSpec("negative retries", {_spec("runPolicy"): {"backoffLimit": -1}},
             "spec.runPolicy.backoffLimit", "greater than or equal to 0", shows="-1"),
     BadSpec("fewest nodes above the nodes", {_spec("pools", 0, "minNodes"): 2},

@@ -5,6 +5,7 @@ which of a pod's messages explains why it does not run, and which pool sizes of 
 edit of a pool's nodes, or turning autoBalance off, reverts those.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
-from ppojob_api.v1alpha1.layout import Layout, layout_of, with_layout
+from ppojob_api.v1alpha1.layout import Layout, layout_of, with_elastic_bounds, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -263,10 +264,15 @@ def _read_effective(
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:
         return spec
     relaid = with_layout(raw, layout)
-    try:
-        return resolve(parse_spec(relaid if template is None else capped(relaid, template)))
-    except SpecError:
-        return None
+    relaid = with_layout(raw, layout)
+    candidates = [relaid]
+    if not raw.get("runPolicy", {}).get("queueName"):
+        # Kueue evicts a RayCluster whose pods change. Elsewhere, KubeRay adds and deletes the pods of a running job.
+        candidates.insert(0, with_elastic_bounds(relaid, raw))
+    for wire in candidates:
+        with contextlib.suppress(SpecError):
+            return resolve(parse_spec(wire if template is None else capped(wire, template)))
+    return None
 
 
 def _cluster_problem(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:

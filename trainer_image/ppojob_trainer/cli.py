@@ -249,11 +249,13 @@ def prepare_model(
 def hold(
     limit: Annotated[float, typer.Option(min=0, help="Longest wait, in seconds.")],
     job: Annotated[Path, typer.Option(help="The job file.")] = Path(CONFIG_MOUNT_PATH) / JOB_FILE,
+    follow: Annotated[bool, typer.Option(help="Wait for a stop, but do not request one.")] = False,
 ) -> None:
     """Hold a Ray pod that is being deleted until its run has stopped gracefully (the pods' preStop hook)."""
+    from ppojob_trainer.commands.hold import follow as follow_others
     from ppojob_trainer.commands.hold import hold as hold_pod
 
-    if not hold_pod(job, limit):
+    if not (follow_others if follow else hold_pod)(job, limit):
         typer.echo(f"a run was still active after {limit:g} s: it will resume from its last checkpoint", err=True)
 
 

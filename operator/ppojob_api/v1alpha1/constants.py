@@ -134,6 +134,7 @@ class Reason:
     RESUMED = "Resumed"
     REALLOCATING = "Reallocating"
     REBALANCED = "Rebalanced"
+    POOL_RESIZED = "PoolResized"
     OPERATOR_TOO_OLD = "OperatorTooOld"
     OTHER_OPERATOR = "OtherOperator"
     OPERATOR_FAULT = "OperatorFault"
@@ -239,9 +240,8 @@ STATUS_METRICS = (
     "timing_s/save_checkpoint", "timing_s/testing", "overlap/saved_s", "overlap/idle_fraction",
     "perf/total_num_tokens", "perf/throughput", "perf/time_per_step", "perf/mfu/actor", "perf/mfu/critic",
     "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/global_step", "training/epoch",
-    "rollout/lost_engines",
-    "rollout/accepted_tokens_per_draft",
-    "rollout/speculative_steps_fraction",
+    "rollout/lost_engines", "rollout/elastic_losses", "rollout/lost_s", "rollout/repeated_samples",
+    "rollout/repeated_tokens", "rollout/accepted_tokens_per_draft", "rollout/speculative_steps_fraction",
     "staleness/max", "staleness/oldest_version", "rollout_corr/kl", "rollout_corr/rollout_is_mean",
     "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_ratio_fraction_high",
     "val-core/score/mean",

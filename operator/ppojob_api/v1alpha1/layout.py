@@ -133,6 +133,17 @@ def with_layout(raw: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return {**relaid, **{name: wire[name] for name in ("pools", "placement", "schedule")}}
 
 
+def with_elastic_bounds(relaid: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec on the wire, with the bounds that the elastic pools of another one have; they need no restart."""
+    bounds = {pool.get("name"): pool.get("elastic") for pool in raw.get("pools", []) if isinstance(pool, Mapping)}
+    pools = deepcopy(relaid["pools"])
+    for pool in pools:
+        own = bounds.get(pool["name"])
+        if "elastic" in pool and isinstance(own, Mapping):
+            pool |= {"elastic": dict(own), "nodes": own.get("maxNodes")}
+    return {**relaid, "pools": pools}
+
+
 def _remove(raw: dict[str, Any], path: Sequence[str]) -> None:
     for section in path[:-1]:
         raw = raw.get(section, {})

@@ -79,13 +79,26 @@ class Topology(ApiModel):
     possible."""
 
 
+class ElasticNodes(ApiModel):
+    """How many pods a pool has whose pods may come and go while the job runs."""
+
+    min_nodes: int = Field(ge=0, le=4096)
+    """Pods with which the trainer starts. Later it continues with fewer, as long as any engine of the job is left or
+    comes back."""
+    max_nodes: int = Field(ge=1, le=4096)
+    """Pods that are requested."""
+
+
 class Pool(Scheduling):
     """GPUs of one kind: nodes x gpusPerNode."""
 
     name: DNSLabel
     """Name of the pool; placement refers to it."""
     nodes: int = Field(default=1, ge=1, le=4096)
-    """Number of Ray worker pods."""
+    """Number of Ray worker pods. With elastic: left out."""
+    elastic: ElasticNodes | None = None
+    """The pool only generates, and its pods may be lost, pre-empted or added at any time: no attempt ends for that.
+    Absent: the pods are fixed while an attempt runs."""
     min_nodes: int | None = Field(default=None, ge=1, le=4096)
     """Smallest number of pods for autoBalance. Absent: nodes."""
     max_nodes: int | None = Field(default=None, ge=1, le=4096)
@@ -114,8 +127,13 @@ class Pool(Scheduling):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole pool."""
+        """GPUs of the whole pool; of an elastic pool in a resolved spec, the most."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def needed_nodes(self) -> int:
+        """Pods without which the trainer is not started."""
+        return self.nodes if self.elastic is None else self.elastic.min_nodes
 
 
 class HeadResources(ApiModel):

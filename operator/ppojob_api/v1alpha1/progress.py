@@ -58,6 +58,8 @@ class PoolReport(ApiModel):
     """Name of the pool."""
     busy_fraction: float = Field(ge=0, le=1)
     """Share of the step in which some role of the pool computed."""
+    engines: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    """Engines of an elastic pool that generate. Absent: the pool is not elastic."""
 
 
 class ProgressReport(ApiModel):

@@ -162,15 +162,15 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
     """Fill in what depends on other fields: the pool of every role in use, the schedule, the GPU resource, the length.
 
     After it, `placement` names a pool exactly for the roles that the job has, `schedule.mode` is never Auto, mode
-    OneStepOff has its `maxStaleness`, `trainer` has either totalSteps or totalEpochs, and `gpuResourceName` is the
-    resource to ask for, or empty for none.
+    OneStepOff has its `maxStaleness`, `trainer` has either totalSteps or totalEpochs, `gpuResourceName` is the
+    resource to ask for, or empty for none, and `nodes` of an elastic pool is its largest number of pods.
     """
     return spec.model_copy(
         update={
             "placement": (placed := _placement(spec)),
             "schedule": _schedule(spec, placed),
             "trainer": spec.trainer.with_length(),
-            "pools": [_with_gpu_resource(pool, spec.device) for pool in spec.pools],
+            "pools": [_with_nodes(_with_gpu_resource(pool, spec.device)) for pool in spec.pools],
         }
     )
 
@@ -220,3 +220,7 @@ def _computing_pools(spec: PPOJobSpec, placed: Placement) -> set[str | None]:
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:
     name = _GPU_RESOURCE[device] if pool.gpu_resource_name is None else pool.gpu_resource_name
     return pool.model_copy(update={"gpu_resource_name": name})
+
+
+def _with_nodes(pool: Pool) -> Pool:
+    return pool if pool.elastic is None else pool.model_copy(update={"nodes": pool.elastic.max_nodes})

@@ -13,6 +13,7 @@ from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.data_rules import DATA_CHECKS, DATA_RULES
 from ppojob_api.v1alpha1.device_rules import CLAIM_RULES, DEVICE_CHECKS, DEVICE_RULES
+from ppojob_api.v1alpha1.elastic_rules import ELASTIC_CHECKS, ELASTIC_POOL_RULES, ELASTIC_RULES
 from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
@@ -92,6 +93,7 @@ SPEC_RULES = [
         field_path=".telemetry.prometheusPort",
     ),
     *CLAIM_RULES,
+    *ELASTIC_RULES,
     *OFF_POLICY_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
@@ -103,7 +105,7 @@ SPEC_RULES = [
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {
     Placement: [DISTINCT_POOLS_RULE],
-    Pool: DEVICE_RULES,
+    Pool: [*DEVICE_RULES, *ELASTIC_POOL_RULES],
     PoolNetwork: NETWORK_RULES,
     Topology: TOPOLOGY_RULES,
     CheckpointSpec: EXPORT_RULES,
@@ -248,6 +250,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *NETWORK_CHECKS,
     *QUEUE_CHECKS,
     *DEVICE_CHECKS,
+    *ELASTIC_CHECKS,
     *ENGINE_CHECKS,
     *EXPORT_CHECKS,
     *PATH_CHECKS,

@@ -87,7 +87,7 @@ class Retries(ApiModel):
 
 
 class PoolStatus(ApiModel):
-    """One pool: desired, ready and message from the operator; busyFraction from the trainer."""
+    """One pool: desired, ready and message from the operator; busyFraction and engines from the trainer."""
 
     name: Name
     """Name of the pool."""
@@ -99,6 +99,8 @@ class PoolStatus(ApiModel):
     """GPUs of the whole pool."""
     busy_fraction: Number | None = None
     """Share of the last step in which a role of the pool computed."""
+    engines: int | None = Field(default=None, ge=0)
+    """Engines of an elastic pool that generated after the last push of the weights. Absent: the pool is not elastic."""
     message: Message | None = None
     """Why pods are not ready, as reported by the scheduler or the kubelet."""
 

@@ -58,6 +58,8 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
     """Return the pod template of a pool, without the user's own. `spec` is resolved."""
     gpus, each = pool.gpus_per_node, pool.resources_per_gpu
     container = _container(naming.WORKER_CONTAINER, spec)
+    if pool.elastic is not None:
+        container["lifecycle"]["preStop"]["exec"]["command"].append("--follow")
     _add_caches(container, spec)
     _add_network(container, pool.network)
     extended = {pool.gpu_resource_name: str(gpus)} if pool.gpu_resource_name else {}

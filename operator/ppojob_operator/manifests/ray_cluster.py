@@ -1,7 +1,8 @@
 """The RayCluster of a job: a head without GPUs, and one worker group per pool.
 
 Ray's resources (`num-gpus`, `num-cpus`, the pool's resource) are explicit, because KubeRay derives them from some
-resource names only. The autoscaler is off, because the spec fixes the number of GPUs.
+resource names only. The autoscaler is off, because the spec says how many pods a pool requests: all of a fixed pool,
+and `maxNodes` of an elastic one, of which KubeRay creates as many as the cluster has room for.
 """
 
 import json
@@ -105,7 +106,7 @@ def _worker_group(
     return {
         "groupName": pool.name,
         "replicas": pool.nodes,
-        "minReplicas": pool.nodes,
+        "minReplicas": pool.needed_nodes,
         "maxReplicas": pool.nodes,
         "rayStartParams": {
             "num-cpus": str(logical_cpus(spec, pool)),

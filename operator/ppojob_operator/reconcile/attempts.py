@@ -36,7 +36,7 @@ def failure_of(situation: Situation) -> Failure | None:
         return Failure(FailureKind.USER, Reason.INTERRUPTED, message, ray_job.exit_code, is_cluster_suspect=False)
     loss = _lost_head(situation) or _lost_workers(situation)
     is_out_of_memory = any(
-        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in pods.all_pods(situation)
+        pod.trouble is not None and pod.trouble == pod.out_of_memory for pod in pods.fixed_pods(situation)
     )
     return (_out_of_memory(situation) or loss) if (loss or is_out_of_memory) else None
 
@@ -86,7 +86,7 @@ def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *,
 
 def _out_of_memory(situation: Situation) -> Failure | None:
     """Return the failure of an attempt with a pod that exceeded its memory limit; None: no pod did."""
-    exceeded = next(((pod, pod.out_of_memory) for pod in pods.all_pods(situation) if pod.out_of_memory), None)
+    exceeded = next(((pod, pod.out_of_memory) for pod in pods.fixed_pods(situation) if pod.out_of_memory), None)
     if exceeded is None:
         return None
     pod, trouble = exceeded

@@ -122,7 +122,7 @@ def _towards_the_trainer(a: Assessment, event: Event) -> Plan:
     """Return the plan for the next step towards a running trainer, and for a job whose trainer runs."""
     situation, step, found = a.situation, a.step, a.found
     status = _status(situation, a.findings, found)
-    move, restored = layout.rebalance(situation), objects.restored(situation)
+    move, restored = layout.rebalance(situation), objects.resized(situation) or objects.restored(situation)
     other_events = (move.event if move else None, restored.event if restored else None, objects.recreated(situation))
     if move is not None:
         # The next reconcile finds another layout in the spec.

@@ -49,7 +49,7 @@ def _faulty(situation: Situation, failure: Failure | None) -> list[tuple[str, st
     """Return the nodes of which a pod or a GPU of the attempt was lost, with the reason."""
     if situation.submitted_at is None:
         return []
-    own = [pod for pod in pods.all_pods(situation) if pod.node]
+    own = [pod for pod in pods.fixed_pods(situation) if pod.node]
     found = {pod.node: Reason.NODE_LOST for pod in own if _is_lost_with_its_node(pod)}
     if failure is not None and failure.address is not None:
         found |= {pod.node: Reason.GPU_FAULT for pod in own if pod.address == failure.address}

@@ -241,6 +241,27 @@ def restored(situation: Situation) -> Restoration | None:
     return Restoration(desired, EventRecord(Reason.CLUSTER_RESTORED, message, True, Condition.POOLS_READY))
 
 
+def resized(situation: Situation) -> Restoration | None:
+    """Return what gives the elastic pools of a RayCluster the numbers of pods in the spec; None: they have them."""
+    cluster = situation.cluster
+    groups = (
+        {} if cluster is None else {group.get("groupName"): group for group in cluster.spec.get("workerGroupSpecs", [])}
+    )
+    changed = []
+    for pool in situation.spec.pools:
+        if pool.elastic is None or pool.name not in groups:
+            continue
+        asked = {"minReplicas": pool.needed_nodes, "maxReplicas": pool.nodes, "replicas": pool.nodes}
+        found = {name: groups[pool.name].get(name) for name in asked}
+        if asked != found:
+            changed.append(f"pool {pool.name} requests {pool.nodes} pods, at least {pool.needed_nodes}")
+    if cluster is None or not changed:
+        return None
+    job, words = situation.job, "; ".join(changed)
+    desired = ray_cluster(situation.spec, job.key, job.uid, cluster.name, situation.avoided_nodes)
+    return Restoration(desired, EventRecord(Reason.POOL_RESIZED, words, False, Condition.POOLS_READY))
+
+
 def recreated(situation: Situation) -> EventRecord | None:
     """Return the Event if a RayCluster without a trainer was deleted and is re-created by this reconcile.
 

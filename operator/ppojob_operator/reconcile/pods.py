@@ -70,7 +70,9 @@ def pools_ready(situation: Situation) -> PoolsFinding:
         )
         for pool in pools
     )
-    finding = _finding(situation, [trouble for trouble in troubles.values() if trouble], num_ready)
+    # An elastic pool that has enough pods waits for the others while the trainer runs.
+    waiting = [troubles[pool.name] for pool in pools if num_ready[pool.name] < pool.needed_nodes or not pool.elastic]
+    finding = _finding(situation, [trouble for trouble in waiting if trouble], num_ready)
     return PoolsFinding(finding, statuses, f"{ready_gpus}/{desired_gpus}")
 
 
@@ -103,7 +105,16 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
         return Finding("False", worst.reason, words)
     if not_ready:
         return _waiting("; ".join(not_ready))
-    return Finding("True", Reason.PODS_READY, "the head and the pods of all pools are ready")
+    return Finding("True", Reason.PODS_READY, _ready_words(situation, num_ready))
+
+
+def _ready_words(situation: Situation, num_ready: dict[str, int]) -> str:
+    fewer = [
+        f"pool {pool.name}, which is elastic, has {num_ready[pool.name]} of {pool.nodes}"
+        for pool in situation.spec.pools
+        if num_ready[pool.name] < pool.nodes
+    ]
+    return "; ".join(["the head and the pods of all pools are ready", *fewer])
 
 
 def _without_pods(situation: Situation, cluster: Cluster) -> Finding | None:
@@ -124,11 +135,15 @@ def _not_ready(situation: Situation, num_ready: dict[str, int]) -> list[str]:
     return [
         *(["the head pod is not ready"] if head is None or not head.is_ready else []),
         *(
-            f"pool {pool.name} has {num_ready[pool.name]} of {pool.nodes} pods ready"
+            f"pool {pool.name} has {num_ready[pool.name]} of {_needed(pool)} pods ready"
             for pool in situation.spec.pools
-            if num_ready[pool.name] < pool.nodes
+            if num_ready[pool.name] < pool.needed_nodes
         ),
     ]
+
+
+def _needed(pool: Pool) -> str:
+    return str(pool.nodes) if pool.elastic is None else f"at least {pool.needed_nodes}"
 
 
 def _waiting(words: str) -> Finding:
@@ -173,6 +188,12 @@ def all_pods(situation: Situation) -> list[Pod]:
     return [pod for pod in situation.observed.pods if pod.cluster == situation.cluster_name]
 
 
+def fixed_pods(situation: Situation) -> list[Pod]:
+    """Return the pods of the attempt without those of elastic pools, whose loss the trainer itself survives."""
+    elastic = {pool.name for pool in situation.spec.pools if pool.elastic is not None}
+    return [pod for pod in all_pods(situation) if pod.pool not in elastic]
+
+
 def is_reporting(situation: Situation) -> bool:
     """Return whether reports of the running attempt arrive, or the first one is not overdue yet."""
     since = situation.reported_at or situation.submitted_at
@@ -184,7 +205,7 @@ def is_held(situation: Situation) -> bool:
 
     A new attempt would fence this trainer out before it has saved its checkpoint.
     """
-    return any(pod.is_deleting for pod in all_pods(situation)) and is_reporting(situation)
+    return any(pod.is_deleting for pod in fixed_pods(situation)) and is_reporting(situation)
 
 
 def lost(situation: Situation) -> Finding | None:
@@ -200,7 +221,7 @@ def lost(situation: Situation) -> Finding | None:
 
 def taken(situation: Situation, lost: str = "") -> Finding | None:
     """Return the disruption of the attempt's pods, as a finding; None: none is known. `lost` names the lost pods."""
-    for pod in all_pods(situation):
+    for pod in fixed_pods(situation):
         if pod.disruption is not None and (pod.is_deleting or not pod.is_ready):
             words = f"pod {pod.name}: {pod.disruption.message}"
             return Finding("False", pod.disruption.reason, f"{words}; {lost}" if lost else words)
@@ -218,7 +239,8 @@ def are_replaced(situation: Situation) -> bool:
     head, since = situation.head, situation.submitted_at
     if head is None or not head.is_ready or since is None:
         return False
-    return all(pod.is_ready or (pod.created is not None and pod.created >= since) for pod in situation.pods)
+    left = [pod for pod in fixed_pods(situation) if not pod.is_deleting]
+    return all(pod.is_ready or (pod.created is not None and pod.created >= since) for pod in left)
 
 
 def _lost_workers(situation: Situation, ray_job: RayJob) -> str:
@@ -229,7 +251,7 @@ def _lost_workers(situation: Situation, ray_job: RayJob) -> str:
     """
     is_alive = ray_job.state in ALIVE and is_reporting(situation)
     lines = []
-    for pool in situation.spec.pools:
+    for pool in (pool for pool in situation.spec.pools if pool.elastic is None):
         pods = [pod for pod in situation.pods if pod.pool == pool.name]
         kept = [pod for pod in pods if pod.is_ready or (is_alive and pod.trouble is None)]
         num_ready = sum(pod.is_ready for pod in pods)

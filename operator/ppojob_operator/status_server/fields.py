@@ -216,12 +216,22 @@ def _metrics(report: ProgressReport) -> list[dict[str, str]]:
     return [{"name": name, "value": format_number(report.metrics[name])} for name in known]
 
 
-def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return how busy the job's pools are; a pool that the job does not have would be added to its status."""
+def _pools(report: ProgressReport, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how busy the job's pools are, and the engines of elastic ones.
+
+    A pool that the job does not have is left out: it would be added to the status.
+    """
     layout = job.get("status", {}).get("effectiveLayout") or job.get("spec", {})
     names = {pool["name"] for pool in layout.get("pools", [])}
     known = (pool for pool in report.pools if pool.name in names)
-    return [{"name": pool.name, "busyFraction": format_number(pool.busy_fraction)} for pool in known]
+    return [
+        {
+            "name": pool.name,
+            "busyFraction": format_number(pool.busy_fraction),
+            **({} if pool.engines is None else {"engines": pool.engines}),
+        }
+        for pool in known
+    ]
 
 
 def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +244,7 @@ def _recommendation(report: ProgressReport, previous: Mapping[str, Any]) -> dict
     return {"recommendation": known.get("recommendation"), "layoutAdvice": wire.get("layoutAdvice")}
 
 
-def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+def _busy_pools(pools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return our own part of the pools' status."""
-    return [{"name": pool["name"], "busyFraction": pool["busyFraction"]} for pool in pools if "busyFraction" in pool]
+    own = ("name", "busyFraction", "engines")
+    return [{name: pool[name] for name in own if name in pool} for pool in pools if "busyFraction" in pool]

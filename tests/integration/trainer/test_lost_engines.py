@@ -27,7 +27,14 @@ from tests.integration.trainer.runs import (
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
-OF_ENGINES = ("rollout/lost_engines", "rollout/repeated_samples")
+OF_ENGINES = (
+    "rollout/elastic_losses",
+    "rollout/engines",
+    "rollout/lost_engines",
+    "rollout/lost_s",
+    "rollout/repeated_samples",
+    "rollout/repeated_tokens",
+)
 OF_SINGLE_TOKENS = ("training/rollout_probs_diff_max", "training/rollout_probs_diff_std")
 """In bfloat16 they depend on which samples vLLM computes together; the mean has the usual tolerance."""
 NUM_ROWS = 24

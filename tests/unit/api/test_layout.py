@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.fixed import section_at
-from ppojob_api.v1alpha1.layout import SETTINGS, Layout, differences, layout_of, with_layout
+from ppojob_api.v1alpha1.layout import SETTINGS, Layout, differences, layout_of, with_elastic_bounds, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
@@ -130,3 +130,31 @@ def test_a_layout_survives_the_way_through_the_status() -> None:
     changed = layout(pools=pools(critic={"podTemplate": {"spec": {"priorityClassName": "x"}}}))
 
     assert Layout.model_validate(changed.to_wire()) == changed
+
+
+def _elastic(min_nodes: int, max_nodes: int) -> dict[str, Any]:
+    bounds = {"minNodes": min_nodes, "maxNodes": max_nodes}
+    spot = {"name": "spot", "gpusPerNode": 1, "elastic": bounds}
+    placement = {"actor": "actor", "critic": "critic", "rollout": ["actor", "spot"]}
+    return {**RAW, "pools": [*pools(), spot], "placement": placement}
+
+
+def test_the_bounds_of_an_elastic_pool_apply_to_the_layout_in_force() -> None:
+    old, new = (resolve(parse_spec(_elastic(*bounds))) for bounds in ((1, 4), (2, 6)))
+    assert differences(layout_of(old), layout_of(new)) == ["pool spot: nodes 4 -> 6", "pool spot: elastic changes"]
+
+    relaid = with_layout(_elastic(2, 6), layout_of(old))
+    assert resolve(parse_spec(relaid)).pool("spot").nodes == 4
+    bounded = resolve(parse_spec(with_elastic_bounds(relaid, _elastic(2, 6))))
+
+    assert bounded.pool("spot") == new.pool("spot")
+    assert differences(layout_of(bounded), layout_of(new)) == []
+
+
+def test_only_pools_that_are_elastic_in_both_get_other_bounds() -> None:
+    fixed = {**RAW, "pools": [*pools(), {"name": "spot", "nodes": 3, "gpusPerNode": 1}]}
+    fixed["placement"] = _elastic(1, 4)["placement"]
+    one, other = (resolve(parse_spec(raw)) for raw in (_elastic(1, 4), fixed))
+
+    assert with_elastic_bounds(one.to_wire(), fixed)["pools"] == one.to_wire()["pools"]
+    assert with_elastic_bounds(other.to_wire(), _elastic(1, 4))["pools"] == other.to_wire()["pools"]

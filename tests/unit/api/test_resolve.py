@@ -10,7 +10,7 @@ from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode
 from ppojob_api.v1alpha1.validation import parse_manifest
-from tests.bad_specs import GONE, with_changes
+from tests.bad_specs import GONE, GOOD, with_changes
 
 Changes = dict[tuple[str | int, ...], Any]
 KL: Changes = {("spec", "algorithm"): {"kl": {"inReward": True}}}
@@ -158,6 +158,19 @@ def test_the_gpu_resource_follows_the_device(device: str, given: str | None, exp
         changes[("spec", "pools", 0, "gpuResourceName")] = given
 
     assert _resolved(changes).pool("actor").gpu_resource_name == expected
+
+
+def test_the_nodes_of_an_elastic_pool_are_the_most_that_it_may_have() -> None:
+    spot = {"name": "spot", "gpusPerNode": 2, "elastic": {"minNodes": 1, "maxNodes": 5}}
+    pools = [*GOOD["spec"]["pools"], spot]
+
+    once = _resolved({("spec", "pools"): pools, ("spec", "placement", "rollout"): ["actor", "spot"]})
+
+    pool = once.pool("spot")
+    assert (pool.nodes, pool.gpus, pool.needed_nodes) == (5, 10, 1)
+    assert once.pool("actor").needed_nodes == 1
+    assert resolve(once) == once
+    assert list(check(once)) == []
 
 
 def test_resolving_twice_changes_nothing_more() -> None:

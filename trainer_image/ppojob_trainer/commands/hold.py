@@ -5,6 +5,9 @@
       |-- the driver acknowledges, finishes its step, saves a checkpoint and exits, and with it all its workers --> end
       `-- it does not acknowledge within a minute: it hangs --> end
 
+A pod of an elastic pool (`follow`) requests no stop, because the run continues without it. It waits only if all pods of
+the run are deleted at the same time, and another one has requested the stop: the engines stay until the run has ended.
+
 It reads only this pod's processes, so it needs no connection: if the head is gone, Ray itself terminates the workers.
 It terminates no process, and reports errors of reading or writing on stderr.
 """
@@ -21,7 +24,7 @@ from ppojob_api.v1alpha1.constants import EnvName
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_trainer.telemetry import RunFiles
 
-__all__ = ["hold"]
+__all__ = ["follow", "hold"]
 
 PROCESSES = Path("/proc")
 _DRIVER = "ppojob_trainer.main"
@@ -33,6 +36,10 @@ _STARTING_S = 60.0
 """Seconds to wait for Ray if the pod is deleted while Ray starts."""
 _ACKNOWLEDGE_S = 60.0
 """Seconds to wait for the driver's acknowledgement; a driver that is just starting needs some of it."""
+
+
+_OTHERS_S = 5.0
+"""Seconds in which the other pods of a run that is deleted request the stop."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,14 @@ class _StopFiles:
             _say(error)
             return True
 
+    def is_requested(self) -> bool:
+        """Return whether some pod has requested a stop."""
+        try:
+            return self.request.exists()
+        except OSError as error:
+            _say(error)
+            return False
+
     def remove(self) -> None:
         """Delete both files, so that a later attempt does not find them."""
         try:
@@ -73,10 +88,29 @@ def hold(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, acknowl
         acknowledge_s: the longest wait for the driver's acknowledgement, in seconds.
     """
     is_over = not any(_of_a_run(processes)) or _stopped_gracefully(job_file, limit_s, processes, acknowledge_s)
+    _wait_for_ray(limit_s, processes)
+    return is_over
+
+
+def follow(job_file: Path, limit_s: float, processes: Path = PROCESSES, *, others_s: float = _OTHERS_S) -> bool:
+    """Wait like `hold` if another pod requests the stop within `others_s`; else return True."""
+    begin, stop_files, is_over = time.monotonic(), _stop_files(job_file), True
+    while any(_of_a_run(processes)):
+        waited = time.monotonic() - begin
+        if waited >= others_s and (stop_files is None or not stop_files.is_requested()):
+            break
+        if waited >= limit_s:
+            is_over = False
+            break
+        time.sleep(_POLL_S)
+    _wait_for_ray(limit_s, processes)
+    return is_over
+
+
+def _wait_for_ray(limit_s: float, processes: Path) -> None:
     end = time.monotonic() + min(limit_s, _STARTING_S)
     while not _takes_sigterm(processes) and time.monotonic() < end:
         time.sleep(_POLL_S)
-    return is_over
 
 
 def _stopped_gracefully(job_file: Path, limit_s: float, processes: Path, acknowledge_s: float) -> bool:

@@ -82,7 +82,7 @@ class TrainingLoop(Generic[B]):
         self._exports = storage.exports
         self._monitor = monitor
         self._phases = phases
-        self._generation = Generation(ports, phases)
+        self._generation = Generation(ports, phases, ppo.load_again)
         self._schedule = schedule
         self._settings = settings
         self._step = 0

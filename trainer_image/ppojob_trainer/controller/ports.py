@@ -147,7 +147,7 @@ class Reported(Protocol[B_co]):
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine was lost; it generates no more in this attempt. None: it was not."""
+        """Why the engine was lost; it generates no more under this number. None: it was not."""
         ...
 
     @property
@@ -205,16 +205,21 @@ class DataPort(Protocol[B]):
 
 
 class RolloutPort(Protocol[B]):
-    """The engines of a pool, which generate responses."""
+    """The engines of a pool, which generate responses. New ones may be among them after each push of the weights."""
 
     @property
     def engines(self) -> Mapping[int, Capacity]:
-        """The engines by number, without those that were lost."""
+        """The engines by number, without those that were lost. A number is never used again."""
         ...
 
     @property
     def num_lost(self) -> int:
         """Number of engines that were lost since the attempt began."""
+        ...
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether lost engines come back, under other numbers: the pool is elastic."""
         ...
 
     def begin(self, step: int, *, is_validation: bool) -> Generating[B]:
@@ -343,6 +348,11 @@ class WeightsPort(Protocol):
 
         If so, a push allocates memory in every pool that has engines.
         """
+        ...
+
+    @property
+    def come_back(self) -> bool:
+        """Whether a push waits for engines that come back, if none is left. Otherwise it fails."""
         ...
 
     async def push(self, version: int) -> Metrics:

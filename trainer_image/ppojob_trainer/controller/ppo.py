@@ -89,7 +89,7 @@ class Prepared(Generic[B]):
 class PPO(Generic[B]):
     """Runs steps. It keeps the running update of the critic, because the next step's values wait for it.
 
-    queue: the generations; `loop` saves and restores them.
+    queue: the generations; `loop` saves and restores them. load_again: sends the engines their weights again; or None.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class PPO(Generic[B]):
         self._settings = settings
         self._kl = kl
         # On-policy, the policy does not change while the engines generate, so its weights can be sent again.
-        on_policy = schedule.max_staleness == 0
-        self._generation = Generation(ports, phases, self._load_again if on_policy else None, keeps=not on_policy)
+        self.load_again = None if schedule.max_staleness else self._load_again
+        self._generation = Generation(ports, phases, self.load_again, keeps=schedule.max_staleness > 0)
         self.queue = GenerationQueue(self._generate, schedule.max_staleness)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None

@@ -75,7 +75,7 @@ class _Option:
 
 
 def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: Layout) -> Recommendation | None:
-    """Return the recommendation for this layout; None while too few steps were measured.
+    """Return the recommendation for this layout; None while too few steps were measured, or with an elastic pool.
 
     Args:
         steps: metrics of the last steps, without the first step of a run, which compiles and allocates.
@@ -83,7 +83,8 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
         layout: the layout of `spec`.
     """
     last = [metrics for metrics in steps if _A_STEP in metrics][-NUM_STEPS:]
-    if len(last) < MIN_STEPS:
+    if len(last) < MIN_STEPS or any(pool.elastic for pool in spec.pools):
+        # The times of an elastic pool are those of a changing number of engines.
         return None
     costs = fit(observations(last, layout))
     now = predict(costs, layout).seconds

@@ -145,8 +145,12 @@ class SampleQueue(Generic[E]):
         for row in rows:
             del self._engines[engine].held[row]
 
-    def lose(self, engine: E, finished: Sequence[int] = ()) -> int:
-        """Let everything that an engine had wait for the others; return how many samples must be repeated.
+    def join(self, engine: E, capacity: Capacity) -> None:
+        """Add an engine that takes part from now on; one that is known stays."""
+        self._engines.setdefault(engine, _Engine(capacity))
+
+    def lose(self, engine: E, finished: Sequence[int] = ()) -> list[int]:
+        """Let everything that an engine had wait for the others; return the samples that must be repeated.
 
         Args:
             finished: rows that it had finished and whose responses are lost.
@@ -157,7 +161,7 @@ class SampleQueue(Generic[E]):
         self._waiting = _longest_first([*self._waiting, *lost.dealt, *groups])
         unfinished = self.num_waiting + sum(len(each.held) for each in self._engines.values())
         self._share = max(self._share, math.ceil(unfinished / max(1, len(self._engines))))
-        return len(repeated)
+        return repeated
 
     def rows_of_part(self, engine: E, *, is_streamed: bool) -> int:
         """Return how many responses an engine should finish before it reports them."""

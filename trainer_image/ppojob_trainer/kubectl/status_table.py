@@ -132,11 +132,14 @@ def _conditions(status: Raw) -> Table:
 
 
 def _pools(pools: Sequence[Raw]) -> Table:
-    table = Table("pool", "pods ready", "GPUs", "busy", "message", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        "pool", "pods ready", "GPUs", "engines", "busy", "message", box=None, pad_edge=False, header_style="bold"
+    )
     for pool in pools:
         ready = f"{pool.get('readyNodes', 0)}/{pool.get('desiredNodes', '?')}"
         busy = f"{float(pool['busyFraction']):.0%}" if "busyFraction" in pool else "-"
-        table.add_row(escape(pool["name"]), ready, str(pool.get("gpus", "-")), busy, escape(pool.get("message", "")))
+        counts = (str(pool.get("gpus", "-")), str(pool.get("engines", "-")))
+        table.add_row(escape(pool["name"]), ready, *counts, busy, escape(pool.get("message", "")))
     return table
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,12 +27,14 @@ from ppojob_trainer.main.host_memory import saves_in_background
 from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
 from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
+from ppojob_trainer.worker_groups.elastic_nodes import NodesOfPool
 from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
-from ppojob_trainer.worker_groups.placement import PlacedPool
+from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticGroup, CriticWorker
 from ppojob_trainer.worker_groups.roles.data import DataGroup, DataWorker
+from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup, Replica
 from ppojob_trainer.worker_groups.roles.ref import AdaptersOff, RefGroup, RefWorker
 from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGroup, RewardWorker
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
@@ -88,9 +90,13 @@ class Groups:
 
     def all(self) -> list[WorkerGroup[Any]]:
         """Return every group's processes."""
+        return [*self.others(), *self.engines()]
+
+    def others(self) -> list[WorkerGroup[Any]]:
+        """Return the processes of all groups but the engines."""
         scores = (self.reward.function, self.reward.model)
         groups = (self.data, *scores, self.actor, self.critic, self.own_ref)
-        return [*(group.group for group in groups if group is not None), *self.engines(), *self.custom]
+        return [*(group.group for group in groups if group is not None), *self.custom]
 
     def engines(self) -> list[WorkerGroup[Any]]:
         """Return the processes of all engines."""
@@ -105,6 +111,11 @@ class Groups:
     def rollouts(self) -> list[RolloutGroup]:
         """The engines of each pool; the rollout's own pool is first."""
         return [self.rollout, *self.shared.values()]
+
+    @property
+    def elastic(self) -> list[ElasticRolloutGroup]:
+        """The engines of each elastic pool."""
+        return [rollout for rollout in self.rollouts if isinstance(rollout, ElasticRolloutGroup)]
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -122,9 +133,16 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         return start(gpu_fraction=pool.gpu_fraction, environment=pool_environment(spec, pool.name))
 
     data_pool = where.get("data", where["actor"])
-    rollout = _rollout(launcher, spec, OWN, where[OWN])
-    shared_roles = [shared_role(pool) for pool in spec.placement.shared_pools]
-    shared = {role: _rollout(launcher, spec, role, where[role]) for role in shared_roles}
+    data = DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1]))
+    own, *others = spec.placement.rollout_pools
+    roles = {OWN: own, **{shared_role(pool): pool for pool in others}}
+    rollouts = {
+        role: _rollout(launcher, spec, role, pools[pool])
+        if pool in pools
+        else _elastic_rollout(launcher, spec, role, pool, data)
+        for role, pool in roles.items()
+    }
+    rollout, shared = rollouts[OWN], {role: one for role, one in rollouts.items() if role != OWN}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
     ref: RefGroup | AdaptersOff | None = None
     if "ref" in where:
@@ -142,7 +160,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         if model is not None and not isinstance(model, AdaptersOff) and where[role].name in spec.placement.rollout_pools
     ]
     return Groups(
-        data=DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1])),
+        data=data,
         reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
         rollout=rollout,
         shared=shared,
@@ -156,16 +174,38 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
 
 def _rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: PlacedPool) -> RolloutGroup:
-    environment = rollout_environment(spec, pool.name)
     # A CPU engine uses all cores of its node, so a second one there would only compete for them.
     single = [(bundle,) for bundle in pool.one_per_node()] if spec.device is Device.CPU else None
     replicas = single or pool.in_replicas(spec.rollout.tensor_parallel_size)
+    started = _replicas(launcher, spec, role, pool, replicas)
+    return RolloutGroup(started.group, spec, pool.name, started.holders)
+
+
+def _replicas(
+    launcher: Launcher,
+    spec: PPOJobSpec,
+    role: str,
+    pool: PlacedPool,
+    replicas: Sequence[Sequence[Bundle]],
+    first_rank: int = 0,
+) -> Replica:
+    """Start the processes of replicas; of each of them the first bundle has the engine's."""
+    environment, size = rollout_environment(spec, pool.name), spec.rollout.tensor_parallel_size
     start = partial(launcher.start, pool=pool, gpu_fraction=pool.gpu_fraction, environment=environment)
     make = partial(RolloutWorker, spec=spec, pool=pool.name)
-    group = start(role, make, bundles=[first for first, *_ in replicas])
+    group = start(role, make, bundles=[first for first, *_ in replicas], first_rank=first_rank)
     others = [bundle for _, *rest in replicas for bundle in rest]
-    holders = start(f"{role}_gpu_holder", GpuHolder, bundles=others) if others else None
-    return RolloutGroup(group, spec, pool.name, holders)
+    first_holder = first_rank * (size - 1)
+    holders = start(f"{role}_gpu_holder", GpuHolder, bundles=others, first_rank=first_holder) if others else None
+    return Replica(group, holders)
+
+
+def _elastic_rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: str, data: DataGroup) -> RolloutGroup:
+    def start(place: PlacedPool, rank: int) -> Replica:
+        return _replicas(launcher, spec, role, place, [place.bundles], rank)
+
+    none = launcher.none_of(role, RolloutWorker)
+    return ElasticRolloutGroup(spec, pool, NodesOfPool(spec, pool), start, none, data.keep)
 
 
 def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> FunctionScores | None:
@@ -201,7 +241,7 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
     rollout = asyncio.create_task(_load_rollouts(groups, phases, is_free), name="load rollout")
     try:
         # Except the rollout's: they answer no other call while they load.
-        await wait_until_up([group for group in groups.all() if group not in groups.engines()])
+        await wait_until_up(groups.others())
         logger.info("all processes are up")
         # A check names a wrong path or wrong data before an engine fails because of it.
         steps_per_epoch = await _check(groups, phases)

@@ -164,7 +164,10 @@ class _Attempt:
         limit_s, profile = float(spec.trainer.phase_timeout_seconds), spec.telemetry.profile
         launcher = Launcher(folder, limit_s, run_folder=self._files.root, profile=profile)
         pool_of = pools_of_roles(spec)
-        self._monitor.observed = lambda step: observed_metrics(launcher.observations.take(step), pool_of)
+        self._monitor.observed = lambda step: {
+            **observed_metrics(launcher.observations.take(step), pool_of),
+            **self._engine_counts(),
+        }
         self._groups = launch(spec, self._pools, launcher)
         ready = await make_ready(self._groups, spec, self._phases)
         self._saves_in_background = ready.saves_in_background
@@ -172,6 +175,11 @@ class _Attempt:
         connections = [*ready.connections, *between_pools(self._pools.values())]
         report(connections, {pool.name: pool for pool in spec.pools}, folder)
         self._monitor.once = connection_metrics(connections)
+
+    def _engine_counts(self) -> dict[str, float]:
+        """Return pool/<name>/engines: the engines of each elastic pool that generate."""
+        elastic = [] if self._groups is None else self._groups.elastic
+        return {f"pool/{rollout.pool}/engines": float(len(rollout.engines)) for rollout in elastic}
 
     async def _train(self) -> Outcome:
         assert self._groups is not None, "_start() comes first"
@@ -191,13 +199,19 @@ class _Attempt:
         exports = JobExports(self._job, self._groups, self._files, self._attempt, self._monitor.phase_is_done)
         of_loop = loop_settings(spec, saves_in_background=self._saves_in_background)
         loop = TrainingLoop(ppo, ports, Storage(saved, exports), self._monitor, phases, schedule, of_loop)
-        return await loop.run()
+        watching = [asyncio.create_task(rollout.watch()) for rollout in self._groups.elastic]
+        try:
+            return await loop.run()
+        finally:
+            await _cancel(*watching)
 
     def _end(self) -> None:
         """Terminate the processes, then release the bundles. All files are written by then."""
         if self._groups is not None:
             for group in self._groups.all():
                 group.kill()
+            for rollout in self._groups.elastic:
+                rollout.release()
         for pool in self._pools.values():
             pool.release()
         self._trace.close()

@@ -142,7 +142,15 @@ class RunProgress:
     def _pools(self) -> list[PoolReport]:
         found = ((_BUSY.fullmatch(name), value) for name, value in self._metrics.items())
         return [
-            PoolReport(name=match["pool"], busy_fraction=min(max(value, 0.0), 1.0)) for match, value in found if match
+            PoolReport(
+                name=match["pool"],
+                busy_fraction=min(max(value, 0.0), 1.0),
+                engines=None
+                if (engines := self._metrics.get(f"pool/{match['pool']}/engines")) is None
+                else int(engines),
+            )
+            for match, value in found
+            if match
         ]
 
     def _checks(self) -> StepChecks | None:

@@ -46,6 +46,10 @@ class Launcher:
     profile: ProfileSpec | None = None
     observations: Observations = field(default_factory=Observations)
 
+    def none_of(self, role: str, worker: type[W]) -> WorkerGroup[W]:
+        """Return a role's group without any process yet."""
+        return WorkerGroup[W](role, (), self.timeout_s, observations=self.observations)
+
     def start(
         self,
         role: str,
@@ -55,16 +59,18 @@ class Launcher:
         *,
         gpu_fraction: float = 0.0,
         environment: Mapping[str, str] | None = None,
+        first_rank: int = 0,
     ) -> WorkerGroup[W]:
-        """Start one process for each of `bundles`; rank r is in bundles[r]. Does not wait: see `wait_until_up`.
+        """Start one process for each of `bundles`, in the order of ranks. Does not wait: see `wait_until_up`.
 
         Args:
             make: creates the worker in its process; must be importable there.
             gpu_fraction: share of the bundle's GPU; 0 hides the GPU from the process.
             environment: environment variables of the processes.
+            first_rank: of these processes, if the role has others that were started before.
         """
         processes: list[ActorHandle[Any]] = []
-        for rank, bundle in enumerate(bundles):
+        for rank, bundle in enumerate(bundles, first_rank):
             local_world_size = sum(other.node_id == bundle.node_id for other in bundles)
             context = WorkerContext(
                 role,
@@ -81,14 +87,16 @@ class Launcher:
                 "num_gpus": gpu_fraction,
                 "scheduling_strategy": pool.strategy(bundle),
                 # No restarts: the other ranks' shards of a model are useless without those of the lost process, so the
-                # attempt ends. The rollout's replicas hold no shards; the run continues without a lost one.
+                # attempt ends. The rollout's replicas hold no shards: the run continues without a lost one, and an
+                # elastic pool starts another one.
                 "max_restarts": 0,
             }
             if environment:
                 options["runtime_env"] = {"env_vars": dict(environment)}
             started = ray.remote(WorkerProcess).options(**options).remote(context, make)
             processes.append(cast("ActorHandle[Any]", started))
-        return WorkerGroup(role, processes, self.timeout_s, observations=self.observations)
+        ranks = range(first_rank, first_rank + len(processes))
+        return WorkerGroup(role, processes, self.timeout_s, observations=self.observations, ranks=ranks)
 
 
 async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:

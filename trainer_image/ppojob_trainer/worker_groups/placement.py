@@ -32,7 +32,16 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
 
-__all__ = ["CPUS_PER_PROCESS", "Bundle", "PlacedPool", "bundle_resources", "explain_shortage", "gpu_fraction", "place"]
+__all__ = [
+    "CPUS_PER_PROCESS",
+    "Bundle",
+    "PlacedPool",
+    "bundle_resources",
+    "explain_shortage",
+    "gpu_fraction",
+    "is_placed",
+    "place",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +100,7 @@ class PlacedPool:
 
 
 async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
-    """Reserve the bundles of all pools that have a role.
+    """Reserve the bundles of all pools that have a role, without those of elastic pools (`elastic_nodes`).
 
     Raises:
         PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and what is missing.
@@ -99,12 +108,12 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     pools = {pool.name: pool for _, pool in roles(spec)}
     pools |= {worker.pool: spec.pool(worker.pool) for worker in spec.workers}
     # Request all pools before waiting for the first: `timeout_s` is for all of them together, not for each.
-    groups = {name: _ask(spec, pool) for name, pool in pools.items()}
+    groups = {name: _ask(spec, pool) for name, pool in pools.items() if pool.elastic is None}
     deadline = time.monotonic() + timeout_s
     placed: dict[str, PlacedPool] = {}
     try:
         for name, group in groups.items():
-            if not await _is_placed(group, deadline):
+            if not await is_placed(group, deadline):
                 raise PoolNotPlacedError(
                     explain_shortage(pools[name], bundle_resources(spec, pools[name]), timeout_s, *_cluster_state())
                 )
@@ -187,8 +196,8 @@ def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
     return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
 
 
-async def _is_placed(group: PlacementGroup, deadline: float) -> bool:
-    """Wait until the deadline, polling every second, so that a stop request is not blocked."""
+async def is_placed(group: PlacementGroup, deadline: float) -> bool:
+    """Wait for a placement group until the deadline, polling every second, so that a stop request is not blocked."""
     while not await asyncio.to_thread(group.wait, 1):
         if time.monotonic() >= deadline:
             return False

@@ -94,6 +94,12 @@ class WorkerGroup(Generic[W]):
             _ranks=tuple(self._ranks[rank] for rank in ranks),
         )
 
+    def extended_by(self, other: WorkerGroup[W]) -> WorkerGroup[W]:
+        """Return the processes of two groups of one role; those of `other` have the following ranks."""
+        return self._with(
+            _processes=(*self._processes, *other._processes), _partition=None, _ranks=(*self._ranks, *other._ranks)
+        )
+
     def with_peers(self, num_peers: int) -> WorkerGroup[W]:
         """Return the same group, in which each `num_peers` consecutive ranks work on the same rows.
 

@@ -264,6 +264,16 @@ def test_a_stop_that_is_over_is_not_asked_for_again(job: dict[str, Any]) -> None
     assert progress_reply(job, 2).command is Command.NONE
 
 
+def test_the_engines_of_an_elastic_pool_are_stored_and_stay_until_the_next_step(
+    report: dict[str, Any], job: dict[str, Any]
+) -> None:
+    found = status_of({**report, "pools": [{"name": "actor", "busyFraction": 0.5, "engines": 0}]}, job)
+    assert found["pools"] == [{"name": "actor", "busyFraction": "0.5", "engines": 0}]
+
+    job["status"] |= {"pools": [{**found["pools"][0], "readyNodes": 1}]}
+    assert status_of({**report, "pools": []}, job)["pools"] == found["pools"]
+
+
 def test_a_pool_that_the_spec_gave_up_is_reported_as_long_as_it_is_in_force(
     report: dict[str, Any], job: dict[str, Any]
 ) -> None:

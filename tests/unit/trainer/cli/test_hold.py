@@ -10,7 +10,7 @@ import pytest
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.commands.hold import PROCESSES, hold
+from ppojob_trainer.commands.hold import PROCESSES, follow, hold
 from ppojob_trainer.telemetry import RunFiles
 from tests.bad_specs import GOOD
 
@@ -160,3 +160,34 @@ def test_a_driver_is_found_among_the_processes_of_a_real_kernel(job_file: Path, 
         assert not hold(job_file, 0.1, PROCESSES)
         process.kill()
     assert request_file.exists()
+
+
+def test_a_pod_of_an_elastic_pool_requests_no_stop_and_is_deleted_soon(
+    job_file: Path, processes: Path, request_file: Path
+) -> None:
+    add(processes, 77, WORKER)
+
+    assert follow(job_file, 60, processes, others_s=0.1)
+
+    assert not request_file.exists()
+
+
+def test_a_pod_of_an_elastic_pool_stays_while_the_run_stops_because_all_its_pods_are_deleted(
+    job_file: Path, processes: Path, request_file: Path
+) -> None:
+    process, ended = add(processes, 77, WORKER), threading.Event()
+    request_file.parent.mkdir(parents=True, exist_ok=True)
+    request_file.touch()
+
+    def stop_gracefully() -> None:
+        ended.wait(60)
+        process.unlink()
+
+    run = threading.Thread(target=stop_gracefully)
+    run.start()
+    threading.Timer(1.0, ended.set).start()
+    assert follow(job_file, 60, processes, others_s=0.0)
+    assert ended.is_set(), "not before the run has ended"
+    run.join()
+    process.write_bytes("\0".join(WORKER).encode())
+    assert not follow(job_file, 0.1, processes, others_s=0.0), "a run that does not end"

@@ -48,10 +48,22 @@ class FakeRollouts:
         self.lost: dict[int, Exception] = {}
         self.drafts = FakeDrafts()
         self._num_engines = num_engines
+        world.admissions.append(self._admit)
+
+    def _admit(self) -> int:
+        ready = [at for at in self.world.joins.get(self.suffix, []) if at <= self.world.time.now]
+        for at in ready:
+            self.world.joins[self.suffix].remove(at)
+        self._num_engines += len(ready)
+        return len(self.engines)
 
     @property
     def engines(self) -> dict[int, FakeCapacity]:
         return {number: FakeCapacity() for number in range(self._num_engines) if number not in self.lost}
+
+    @property
+    def comes_back(self) -> bool:
+        return self.suffix in self.world.joins
 
     @property
     def num_lost(self) -> int:
@@ -98,7 +110,12 @@ class FakeGenerating:
         first = sorted(held, key=lambda row: held[row].end)[:num_rows]
         self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
         loss = world.losses.get((suffix, engine, self._step))
-        if loss is not None and loss.exchange == self._num_exchanges[engine] and not self._rollouts.lost:
+        if (
+            loss is not None
+            and loss.is_validation is self._is_validation
+            and loss.exchange == self._num_exchanges[engine]
+            and not self._rollouts.lost
+        ):
             await world.time.sleep(loss.after_s)
             self._rollouts.lost[engine] = loss.failure
             return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)

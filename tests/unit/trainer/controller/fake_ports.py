@@ -196,7 +196,15 @@ class FakeWeights:
     def are_released(self) -> bool:
         return self.world.engines_sleep
 
+    @property
+    def come_back(self) -> bool:
+        return bool(self.world.joins)
+
     async def push(self, version: int) -> dict[str, float]:
+        world = self.world
+        if not sum([admit() for admit in world.admissions]):
+            await world.time.sleep(max(0.0, min(at for each in world.joins.values() for at in each) - world.time.now))
+            assert sum([admit() for admit in world.admissions]), "an engine has come back"
         weights = self.world.actor
         await self.world.phase("push", version)
         assert self.world.actor == weights, "the actor was updated while its weights were sent"

@@ -7,7 +7,7 @@ before its input is there, changes the numbers that the tests compare.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.unit.trainer.controller.virtual_time import VirtualTime
@@ -76,6 +76,7 @@ class Loss:
     loses_rows: bool = False
     failure: Exception = field(default_factory=lambda: RuntimeError("rollout rank 0 was lost"))
     exchange: int = 1
+    is_validation: bool = False
 
 
 @dataclass
@@ -100,6 +101,10 @@ class World:
     asleep: set[str] = field(default_factory=set)
     losses: dict[tuple[str, int, int], Loss] = field(default_factory=dict)
     """The engines that are lost: suffix of the pool, number, step."""
+    joins: dict[str, list[float]] = field(default_factory=dict)
+    """When new engines are ready: by the suffix of their pool. The next push admits them."""
+    admissions: list[Callable[[], int]] = field(default_factory=list)
+    """Of each pool; they return how many engines it has."""
     written: list[tuple[str, int, int, Sequence[int]]] = field(default_factory=list)
     """What the engines reported: suffix of the pool, number, step, rows."""
 

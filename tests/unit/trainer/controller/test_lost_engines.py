@@ -20,8 +20,16 @@ from tests.unit.trainer.controller.fake_world import FakeBatch, Loss, World
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")
-OF_ENGINES = ("rollout/lost_engines", "rollout/repeated_samples")
+OF_ENGINES = (
+    "rollout/lost_engines",
+    "rollout/repeated_samples",
+    "rollout/elastic_losses",
+    "rollout/engines",
+    "rollout/repeated_tokens",
+    "rollout/lost_s",
+)
 POOLS = {"data": "a", "actor": "a", "rollout": "a", "critic": "c", "ref": "c", "reward": "c", "rollout_shared": "c"}
+ALONE = {"data": "a", "actor": "a", "rollout": "r", "critic": "a", "ref": "a", "reward": "a"}
 APART = {"data": "a", "actor": "a", "rollout": "r", "critic": "a", "ref": "a", "reward": "a", "rollout_shared": "s"}
 
 
@@ -98,8 +106,18 @@ async def test_rows_that_were_reported_are_dropped_and_come_again_only_if_they_a
     assert dropped == (reported if loses_rows else [])
     assert sorted(taken) == sorted([*range(8), *dropped])
     assert rollout.batch.rows == prompts.rows, "each response is in its prompt's row"
-    assert generation.metrics()["rollout/repeated_samples"] == 3 + len(dropped)
-    assert generation.metrics() == {"rollout/lost_engines": 1, "rollout/repeated_samples": 0}
+    found = generation.metrics()
+    assert found["rollout/repeated_samples"] == 3 + len(dropped)
+    assert found["rollout/repeated_tokens"] == 12 + 8 * len(dropped), "responses have 2 and 8 tokens by turns"
+    assert found["rollout/lost_s"] > 0
+    assert generation.metrics() == {
+        "rollout/engines": 1,
+        "rollout/lost_engines": 1,
+        "rollout/elastic_losses": 0,
+        "rollout/repeated_samples": 0,
+        "rollout/repeated_tokens": 0,
+        "rollout/lost_s": 0,
+    }, "of each step only its own"
 
 
 async def test_the_loss_of_the_last_engine_ends_the_run_with_its_failure(make_run: MakeRun) -> None:
@@ -112,6 +130,41 @@ async def test_the_loss_of_the_last_engine_ends_the_run_with_its_failure(make_ru
         await run()
 
     assert found.value is last
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("lost_in", "joins_at"), [(2, 0.0), (2, 500.0), ("validation", 500.0)])
+async def test_a_generation_waits_for_an_engine_that_comes_back_and_no_number_changes(
+    make_run: MakeRun, mode: ScheduleMode, lost_in: int | str, joins_at: float
+) -> None:
+    runs = []
+    step = 1 if lost_in == "validation" else 2
+    for losses in ({}, {("", 0, step): Loss(1.0, is_validation=lost_in == "validation")}):
+        run = make_run(mode, steps=4, validate_every=1, pool_of=ALONE)
+        run.world.losses.update(losses)
+        if losses:
+            run.world.joins[""] = [joins_at]
+        assert (await run()).is_finished
+        runs.append(run)
+    whole, found = runs
+
+    assert numbers(found) == numbers(whole)
+    assert of_engines(found, [4]) == [(0, 0)], "only pools whose engines do not come back"
+    assert found.monitor.records[4]["rollout/elastic_losses"] == 1
+    engines = [number for _, number, of_step, _ in found.world.written if of_step > step]
+    assert set(engines) == {1}, "the one that came back has another number"
+    assert found.world.time.now >= joins_at
+
+
+async def test_an_engine_that_joins_generates_from_the_next_push_on(make_run: MakeRun) -> None:
+    run = make_run(ScheduleMode.SERIAL, steps=4, pool_of=ALONE)
+    run.world.joins[""] = [run.world.durations["generate"] / 2]
+
+    await run()
+
+    assert [run.monitor.records[step]["rollout/engines"] for step in (1, 2, 3, 4)] == [1, 2, 2, 2]
+    joined = {step for pool, number, step, _ in run.world.written if (pool, number) == ("", 1)}
+    assert joined == {2, 3, 4}
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

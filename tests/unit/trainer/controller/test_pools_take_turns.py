@@ -36,7 +36,7 @@ ROLE_OF = {
     "hook_Score": "shaper",
     "hook_Step": "shaper",
 }
-TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")
+TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/", "rollout/engines")
 
 
 def placements(roles: Sequence[str] = ROLES, used: int = 0) -> Iterator[dict[str, str]]:

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.errors import RendezvousError, WeightSyncError
+from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.buckets import (
     TensorSpec,
@@ -143,6 +143,31 @@ def test_a_replica_that_does_not_come_is_named() -> None:
     sender.listen()
     with pytest.raises(RendezvousError, match=r"workers \[0, 1\] did not all connect for weights .* within 1 s"):
         sender.prepare()
+
+
+def test_a_rank_gathers_to_the_end_although_a_receiver_is_lost(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Tensors()
+    sender, [receiver] = connected(source, pool, num_receivers=1)
+    [link_end] = sender._link_ends
+    gathered: list[str] = []
+
+    def gather() -> Iterator[torch.Tensor]:
+        for name, tensor in source.tensors.items():
+            gathered.append(name)
+            yield tensor
+
+    def lost(buffer: torch.Tensor, version: int) -> None:
+        raise WeightLinkError("a rollout replica stopped receiving")
+
+    monkeypatch.setattr(source, "gather", gather)
+    monkeypatch.setattr(link_end, "send", lost)
+    with pytest.raises(WeightLinkError, match="stopped receiving"):
+        sender.push(1)
+
+    assert gathered == ["a", "large", "b"], "the other ranks would wait for this one"
+    receiver.close()
 
 
 def test_a_rank_without_a_plan_only_gathers() -> None:

@@ -87,7 +87,10 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
         job(
             phase="Failed",
             conditions=[{"type": "Failed", "status": "True", "reason": "OutOfMemory", "message": "critic, rank 1"}],
-            pools=[{"name": "critic", "desiredNodes": 2, "readyNodes": 1, "gpus": 4, "message": "0/2 nodes [gpu]"}],
+            pools=[
+                {"name": "critic", "desiredNodes": 2, "readyNodes": 1, "gpus": 4, "message": "0/2 nodes [gpu]"},
+                {"name": "spot", "desiredNodes": 8, "readyNodes": 5, "gpus": 8, "engines": 4, "busyFraction": "0.5"},
+            ],
             lastFailure={"attempt": 2, "reason": "OutOfMemory", "message": "critic, rank 1"},
             checkpoint={"step": 4, "path": "/data/c/4"},
             model={"path": "/data/model", "address": "hf://team/products"},
@@ -111,7 +114,8 @@ def test_one_job_is_shown_in_full(cluster: MemoryCluster, ppo: Plugin) -> None:
     for line in (
         ["Failed", "True", "OutOfMemory", "critic,", "rank", "1"],
         ["uploaded", "hf://team/products"],
-        ["critic", "1/2", "4", "-", "0/2", "nodes", "[gpu]"],
+        ["critic", "1/2", "4", "-", "-", "0/2", "nodes", "[gpu]"],
+        ["spot", "5/8", "8", "4", "50%"],
         ["last", "failure", "(attempt", "2):", "OutOfMemory:", "critic,", "rank", "1"],
         ["fetch", "1.50", "GB", "of", "3.00", "GB;", "hf://a/b;", "waits"],
         ["source", "s3://c/d,", "2.00", "GB,", "in", "/data/sources/s3/c/d-1"],

@@ -116,6 +116,12 @@ def test_a_busy_fraction_stays_within_its_bounds(progress: RunProgress) -> None:
     assert [pool.busy_fraction for pool in progress.report().pools] == [1.0, 0.0]
 
 
+def test_the_engines_of_an_elastic_pool_are_reported(progress: RunProgress) -> None:
+    progress.record(1, {"pool/a/busy_fraction": 0.5, "pool/spot/busy_fraction": 0.5, "pool/spot/engines": 3.0})
+
+    assert [(pool.name, pool.engines) for pool in progress.report().pools] == [("a", None), ("spot", 3)]
+
+
 def test_checkpoint_model_and_recommendation_are_carried(progress: RunProgress) -> None:
     progress.set_checkpoint(4, "/data/x/step-4")
     progress.set_model("/data/x/model")

@@ -129,7 +129,10 @@ async def test_engines_in_a_pool_that_is_shared_meet_rank_zero_beside_those_on_t
 
 async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
-    answers = {RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version + 1)]}
+    answers = {
+        RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version + 1)],
+        RolloutWorker.connect_weights: lambda places: [[{}, {}], [{}, {}]],
+    }
     shared = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
 

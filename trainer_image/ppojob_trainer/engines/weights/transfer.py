@@ -199,6 +199,17 @@ class WeightSender:
         for link_end in self._link_ends:
             link_end.announce(self._num_pushes, version)
         self._num_pushes += 1
+        try:
+            checksums = self._send(gathered, version)
+        except WeightLinkError:
+            # The other ranks gather the remaining tensors, and would wait for this one.
+            for _ in gathered:
+                pass
+            raise
+        assert next(gathered, None) is None, "the source yields more tensors than it has specs"
+        return _receipt(version, self._buckets, checksums)
+
+    def _send(self, gathered: Iterator[Tensor], version: int) -> list[Tensor]:
         checksums = []
         for bucket in self._buckets:
             buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
@@ -207,8 +218,7 @@ class WeightSender:
             checksums.append(checksum(buffer))
             for link_end in self._link_ends:
                 link_end.send(buffer, version)
-        assert next(gathered, None) is None, "the source yields more tensors than it has specs"
-        return _receipt(version, self._buckets, checksums)
+        return checksums
 
     def close(self) -> None:
         """See `WeightSync`."""

@@ -42,6 +42,8 @@ READ_BY_UPDATE = (
     Keys.ROLLOUT_LOG_PROBS,
 )
 """The last two only with some algorithms, see `unread_by_update`."""
+_ELASTIC_LIMIT_S = 120.0
+"""Seconds that the ends of a weight link wait for each other, if the receiver may be lost at any time."""
 
 
 class ActorWorker(EngineWorker):
@@ -102,6 +104,12 @@ class ActorWorker(EngineWorker):
         """Return advantages and returns, for estimators without a critic."""
         return compute_advantages(batch, AdvantageSettings.of(self.spec), kl_coefficient, self.parallel)
 
+    @property
+    def _link_limit_s(self) -> float:
+        """How long one end waits for the other. An engine of an elastic pool may be lost while it receives weights."""
+        is_elastic = any(self.spec.pool(name).elastic for name in self.spec.placement.rollout_pools)
+        return min(self.context.timeout_s, _ELASTIC_LIMIT_S) if is_elastic else self.context.timeout_s
+
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:
         """Open the weight links, one for each plan; a rank without a plan only takes part in gathering.
@@ -111,7 +119,7 @@ class ActorWorker(EngineWorker):
         if self._sender is not None:
             self._sender.close()
         self._sender = WeightSender(
-            self.engine.weights(), plans, self.context.address, self.context.timeout_s, device=self.parallel.device
+            self.engine.weights(), plans, self.context.address, self._link_limit_s, device=self.parallel.device
         )
         return self._sender.listen()
 

@@ -7,7 +7,8 @@ an engine that was lost from every other failure:
     lost vLLM (`EngineLostError`)                 the process stays, because it has the responses that it reported
     out of memory                                 no loss: the other engines would follow, so the attempt ends
 
-Nothing restarts a lost engine: the weights' connections are opened again without it, and the next attempt has all.
+The weights' connections are opened again without it. Nothing restarts a lost engine of a fixed pool: the next attempt
+has all. Engines of an elastic pool come back: `elastic_rollout`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -75,6 +76,13 @@ def is_loss(failure: WorkerGroupError) -> bool:
     return isinstance(failure, WorkerLostError) or isinstance(failure.__cause__, EngineLostError)
 
 
+async def begin_load(group: WorkerGroup[RolloutWorker], holders: WorkerGroup[GpuHolder] | None) -> None:
+    """Let replicas start their engines' processes. `holders`: those of the first replica's other GPUs, then ..."""
+    gpus = [] if holders is None else await holders.call(GpuHolder.visible_gpu)
+    each = len(gpus) // len(group)
+    await group.call(RolloutWorker.begin_load, [gpus[n * each : (n + 1) * each] for n in range(len(group))])
+
+
 class RolloutGroup:
     """See `controller.ports.RolloutPort`. An engine's number is its replica's rank."""
 
@@ -87,20 +95,19 @@ class RolloutGroup:
     ) -> None:
         """`holders`: those of the first replica's other GPUs, then of the second's, ...; None: one GPU per replica."""
         self._group, self.pool, self._holders = group, pool, holders
-        self.num_replicas = len(group)
-        self.num_workers = len(group) + (0 if holders is None else len(holders))
+        self.workers_per_replica = 1 + (0 if holders is None else len(holders) // len(group))
         self.sleeps = spec.engines_sleep_in(pool)
         self.has_actor = pool == spec.placement.actor
         self.lost: Mapping[int, WorkerGroupError] = {}
         """The replicas without an engine, and why."""
-        self._capacities: Sequence[Capacity] = ()
+        self._capacities: dict[int, Capacity] = {}
         self._generations = itertools.count(1)
         self._drafts = NO_DRAFTS
 
     @property
     def engines(self) -> dict[int, Capacity]:
         """See `RolloutPort`; empty before `load`."""
-        return {rank: capacity for rank, capacity in enumerate(self._capacities) if rank not in self.lost}
+        return {rank: self._capacities[rank] for rank in self.ranks if rank in self._capacities}
 
     @property
     def num_lost(self) -> int:
@@ -108,14 +115,20 @@ class RolloutGroup:
         return len(self.lost)
 
     @property
+    def num_replicas(self) -> int:
+        """Number of replicas that were started, lost ones included."""
+        return len(self._group)
+
+    @property
     def ranks(self) -> list[int]:
-        """The ranks of the replicas whose engines were not lost."""
+        """The ranks of the replicas whose engines get the weights: they were not lost."""
         return [rank for rank in range(self.num_replicas) if rank not in self.lost]
 
     @property
     def group(self) -> WorkerGroup[RolloutWorker]:
-        """The replicas whose engines were not lost, in the order of `ranks`."""
-        return self._group.only(*self.ranks) if self.lost else self._group
+        """The replicas whose engines get the weights, in the order of `ranks`."""
+        ranks = self.ranks
+        return self._group if len(ranks) == len(self._group) else self._group.only(*ranks)
 
     @property
     def groups(self) -> list[WorkerGroup[Any]]:
@@ -129,14 +142,11 @@ class RolloutGroup:
 
     async def begin_load(self) -> None:
         """Start the engines' processes, which load their libraries and then wait for `load`."""
-        gpus = [] if self._holders is None else await self._holders.call(GpuHolder.visible_gpu)
-        each = len(gpus) // self.num_replicas
-        of_replicas = [gpus[replica * each : (replica + 1) * each] for replica in range(self.num_replicas)]
-        await self._group.call(RolloutWorker.begin_load, of_replicas)
+        await begin_load(self._group, self._holders)
 
     async def load(self) -> None:
         """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
-        self._capacities = await self._group.call(RolloutWorker.load)
+        self._capacities = dict(enumerate(await self._group.call(RolloutWorker.load)))
 
     def begin(self, step: int, *, is_validation: bool) -> EnginesOfGeneration:
         """See `RolloutPort`."""
@@ -156,6 +166,27 @@ class RolloutGroup:
     def joined(self, batch: Table) -> RolloutOfStep:
         """See `RolloutPort`."""
         return RolloutOfStep(batch)
+
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether responses that a replica reported are lost with its process (False), or were copied elsewhere."""
+        return False
+
+    async def kept(self, rank: int, responses: Table) -> Table:
+        """Return the responses that a replica reported, or a copy of them that is not lost with its process."""
+        return responses
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether lost engines come back."""
+        return False
+
+    def admit(self) -> None:
+        """Let engines that were started since the last push get the weights, and generate from then on."""
+
+    async def wait_for_engine(self) -> None:
+        """Wait until an engine can be admitted, for ever in a pool whose engines do not come back."""
+        await asyncio.Event().wait()
 
     def one(self, rank: int) -> WorkerGroup[RolloutWorker]:
         """Return one replica."""
@@ -189,8 +220,12 @@ class RolloutGroup:
     def lose(self, rank: int, failure: WorkerGroupError) -> None:
         """Record that a replica has no engine any more, and end what is left of it."""
         self.lost = {**self.lost, rank: failure}
+        self.end(rank, failure)
         text = "%s. Engines left in pool %s: %d. Other engines repeat its samples, and the run continues without it"
         logger.warning(text, failure, self.pool, len(self.ranks))
+
+    def end(self, rank: int, failure: WorkerGroupError) -> None:
+        """End the other processes of a replica that lost its engine."""
         if not isinstance(failure, WorkerLostError):
             # Nobody waits for it: the process is needed only for the responses that it has stored.
             self._group.only(rank).call(RolloutWorker.stop)
@@ -214,12 +249,16 @@ class EnginesOfGeneration:
             collecting = replica.call(RolloutWorker.collect, num_rows)
             if begun is not None:
                 await begun
-            return self._rollout.count(await collecting)
+            report = self._rollout.count(await collecting)
+            if report.batch is not None:
+                report = replace(report, batch=await self._rollout.kept(engine, report.batch))
+            return report
         except WorkerGroupError as error:
             if not is_loss(error):
                 raise
             self._rollout.lose(engine, error)
-            return Report(failure=error, are_rows_lost=isinstance(error, WorkerLostError))
+            is_process_lost = isinstance(error, WorkerLostError)
+            return Report(failure=error, are_rows_lost=is_process_lost and not self._rollout.keeps_responses)
 
     async def end(self) -> None:
         """See `Generating`: engines that share their GPU sleep, except after a validation."""

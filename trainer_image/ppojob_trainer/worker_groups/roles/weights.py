@@ -1,15 +1,24 @@
-"""Weight transfer: the actor's ranks send the policy's weights, the replicas receive them, and both are compared."""
+"""Weight transfer: the actor's ranks send the policy's weights, the replicas receive them, and both are compared.
+
+    admit new engines ─ find lost ones ─ wait if none is left ─┬─ connect, if they are others ─ send ─ verify
+                                                               ◀── an engine was lost meanwhile ──┘
+
+NCCL's and gloo's groups can neither lose nor gain a member, so all connections are opened again for other engines.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, Receivers, WeightLink, link_plans, verify
+from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
@@ -17,6 +26,15 @@ from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 __all__ = ["WeightsGroup"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_TRIES = 5
+"""Pushes in which engines are lost one after the other. More than that is no coincidence."""
+_BEFORE_THE_LIMIT_S = 10.0
+"""Seconds before its phase ends at which a push stops waiting for engines, so that the failure names the pools."""
 
 
 class WeightsGroup:
@@ -35,7 +53,14 @@ class WeightsGroup:
         self._rollouts = rollouts
         self._device = spec.device
         self._plans = self._link_plans()
-        self._num_lost = 0
+        self._connected: list[list[int]] | None = None
+        """The ranks of each pool's engines that are connected. None: nothing is, or a push has failed."""
+        self._wait_s = max(1.0, spec.trainer.phase_timeout_seconds - _BEFORE_THE_LIMIT_S)
+
+    @property
+    def come_back(self) -> bool:
+        """See `WeightsPort`."""
+        return any(rollout.comes_back for rollout in self._rollouts)
 
     @property
     def are_released(self) -> bool:
@@ -45,9 +70,12 @@ class WeightsGroup:
     async def connect(self) -> list[Transports]:
         """Connect senders and receivers; return the transports by which each process sends weights.
 
-        The connections that were open before are closed: one of the receivers was lost.
+        The connections that were open before are closed: a receiver was lost, or there is a new one.
         """
-        self._plans, self._num_lost = self._link_plans(), self._count_lost()
+        return await self._despite_losses(self._connect)
+
+    async def _connect(self) -> list[Transports]:
+        self._plans, self._connected = self._link_plans(), None
         plans_of = [[plan for plan in self._plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
         links_of = await self._actor.call(ActorWorker.open_weights, plans_of)
         places: dict[int, tuple[WeightLink, int]] = {}
@@ -62,31 +90,32 @@ class WeightsGroup:
         )
         connecting = self._actor.call(ActorWorker.connect_weights)
         senders, groups = await asyncio.gather(connecting, asyncio.gather(*receiving))
+        self._connected = self._members()
         return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
 
     def _link_plans(self) -> list[LinkPlan]:
         receivers = []
         for rollout in self._rollouts:
-            size = rollout.num_workers // rollout.num_replicas
-            lost = frozenset(number for rank in rollout.lost for number in range(rank * size, (rank + 1) * size))
-            receivers.append(Receivers(rollout.num_workers, rollout.has_actor, lost))
+            size, others = rollout.workers_per_replica, set(range(rollout.num_replicas)).difference(rollout.ranks)
+            lost = frozenset(number for rank in others for number in range(rank * size, (rank + 1) * size))
+            receivers.append(Receivers(rollout.num_replicas * size, rollout.has_actor, lost))
         return link_plans(self._device, len(self._actor), receivers)
 
-    def _count_lost(self) -> int:
-        return sum(len(rollout.lost) for rollout in self._rollouts)
+    def _members(self) -> list[list[int]]:
+        return [rollout.ranks for rollout in self._rollouts]
 
     def _receiving(self) -> list[tuple[RolloutGroup, list[range]]]:
         """Return each pool with engines, and for each of its replicas the numbers of its vLLM workers among all."""
         found, first = [], 0
         for rollout in self._rollouts:
-            size = rollout.num_workers // rollout.num_replicas
+            size = rollout.workers_per_replica
             if rollout.ranks:
                 found.append((rollout, [range(first + n * size, first + (n + 1) * size) for n in rollout.ranks]))
-            first += rollout.num_workers
+            first += rollout.num_replicas * size
         return found
 
     async def push(self, version: int) -> dict[str, float]:
-        """See `WeightsPort`. If an engine was lost since the last push, connect the others again first.
+        """See `WeightsPort`. If engines were lost or came since the last push, connect again first.
 
         The metrics are:
 
@@ -97,19 +126,70 @@ class WeightsGroup:
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
-            WorkerGroupError: no engine is left, or a process failed.
+            WorkerLostError: no engine is left, and none came back in time.
+            WorkerGroupError: a process failed.
         """
-        await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
-        rollouts = [rollout for rollout, _ in self._receiving()]
-        if not rollouts:
-            raise next(failure for rollout in self._rollouts for failure in rollout.lost.values())
-        asleep = [rollout for rollout in rollouts if rollout.sleeps]
+        await self._some_engine()
+        asleep = [rollout for rollout, _ in self._receiving() if rollout.sleeps]
         if asleep:
             freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
             await asyncio.gather(*freed)
             await _wake(asleep, "weights")
-        if self._num_lost != self._count_lost():
-            await self.connect()
+        moved = await self._despite_losses(partial(self._sent, version))
+        if asleep:
+            await _wake([rollout for rollout in asleep if rollout.ranks], "kv_cache")
+        return {f"comm_{what}/update_weights": number for what, number in moved.items()}
+
+    async def _some_engine(self) -> None:
+        """Admit engines that are ready, and find those that were lost; wait until any is left."""
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            for rollout in self._rollouts:
+                rollout.admit()
+            await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
+            if self._receiving():
+                return
+            failures = [failure for rollout in self._rollouts for failure in rollout.lost.values()]
+            back = [rollout for rollout in self._rollouts if rollout.comes_back]
+            names = ", ".join(rollout.pool for rollout in back)
+            if not back:
+                raise failures[0]
+            logger.warning("no engine is left: waiting for pods of the elastic pools %s", names)
+            waiting = [asyncio.create_task(rollout.wait_for_engine()) for rollout in back]
+            left_s = deadline - time.monotonic()
+            try:
+                done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+            if not done:
+                last = f"; the last failure: {failures[-1]}" if failures else ""
+                raise WorkerLostError(
+                    f"no engine was left, and none came back to the elastic pools {names} within {self._wait_s:g} s "
+                    f"(trainer.phaseTimeoutSeconds){last}"
+                )
+
+    async def _despite_losses(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something with all engines; do it again with the others, if engines are lost meanwhile."""
+        for number in range(1, _MAX_TRIES + 1):
+            if not self._receiving():
+                await self._some_engine()
+            try:
+                return await work()
+            except WorkerGroupError as failure:
+                # Whoever is left has an open connection to the lost engine.
+                before, self._connected = self._members(), None
+                await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
+                if number == _MAX_TRIES or before == self._members():
+                    raise
+                logger.warning("%s: once more, without the engines that were lost meanwhile", failure)
+        raise AssertionError("the last try returns or raises")
+
+    async def _sent(self, version: int) -> dict[str, float]:
+        """Send the weights to all engines, and compare them."""
+        if self._connected != self._members():
+            await self._connect()
+        rollouts = [rollout for rollout, _ in self._receiving()]
         started = time.perf_counter()
         received = (rollout.group.call(RolloutWorker.update_weights, version) for rollout in rollouts)
         sending = self._actor.call(ActorWorker.push_weights, version)
@@ -128,11 +208,9 @@ class WeightsGroup:
             assert receipt is not None, "a rank with a plan has sent"
             sizes.append(receipt.num_bytes)
             verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
-        if asleep:
-            await _wake(asleep, "kv_cache")
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
         moved["read_back"] = float(sum(receipt.is_read_back for receipt in receipt_of.values()))
-        return {f"comm_{what}/update_weights": number for what, number in moved.items()}
+        return moved
 
 
 async def _wake(rollouts: Sequence[RolloutGroup], tag: str) -> None:
