@@ -113,7 +113,7 @@ def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods
         ({"critic": {"miniBatchSize": 8, "maxTokensPerGPU": 4096}}, True),
         ({"rollout": {"gpuMemoryUtilization": 0.3}}, True),
         ({"model": {"actor": {"path": "/data/model", "offload": {"optimizer": True}}}}, True),
-        ({"checkpoint": {"async": True}}, True),
+        ({"checkpoint": {"async": False}}, True),
     ],
     ids=[
         "more nodes",
@@ -131,7 +131,7 @@ def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods
         "tokens",
         "memory of the engine",
         "offload",
-        "checkpoints in the background",
+        "checkpoints that training waits for",
     ],
 )
 def test_the_pods_are_replaced_only_where_others_are_needed(changes: dict[str, Any], keeps_pods: bool) -> None:

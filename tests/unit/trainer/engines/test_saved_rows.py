@@ -61,5 +61,5 @@ def test_padded_rows_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
 def test_a_storage_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue").write_text("a file in the folder's place")
 
-    with pytest.raises(CheckpointUnwritableError, match="storage's space and rights"):
+    with pytest.raises(CheckpointUnwritableError, match="storage's free space and permissions"):
         save_rows(f"{tmp_path}/queue/0.safetensors", ROWS)

@@ -73,8 +73,8 @@ def export(
     failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
     if failure:
         raise CheckpointUnwritableError(
-            f"the export {folder} cannot be written: {failure}. Look after the storage's space and rights; the exports "
-            "and checkpoints before it are whole"
+            f"the export {folder} cannot be written: {failure}. Check the storage's free space and permissions; "
+            "earlier exports and checkpoints are complete"
         )
     if is_first:
         if lora is not None:
