@@ -19,7 +19,7 @@ ELASTIC_POOL_RULES = [
         field_path=".elastic",
     ),
     Rule(
-        rule="!has(self.elastic) || self.nodes == 1 || self.nodes == self.elastic.maxNodes",
+        rule=("!has(self.elastic) || !has(self.nodes) || self.nodes == 1 || self.nodes == self.elastic.maxNodes"),
         message="an elastic pool has between elastic.minNodes and elastic.maxNodes pods: remove nodes",
         field_path=".nodes",
     ),

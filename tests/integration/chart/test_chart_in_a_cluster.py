@@ -68,13 +68,14 @@ def test_the_api_server_takes_every_object_without_a_warning(kubectl: Any, value
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_api_server_takes_the_charts_definition(kubectl: Any) -> None:
+def test_the_api_server_takes_the_charts_definitions(kubectl: Any) -> None:
     objects = render(kubectl.namespace)
-    [definition] = [manifest for manifest in objects if manifest["kind"] == "CustomResourceDefinition"]
+    definitions = [manifest for manifest in objects if manifest["kind"] == "CustomResourceDefinition"]
     arguments = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "--filename=-")
 
-    done = kubectl.run(*arguments, stdin=yaml.safe_dump(definition))
+    done = kubectl.run(*arguments, stdin=yaml.safe_dump_all(definitions))
 
+    assert len(definitions) == 3
     assert done.returncode == 0, done.stderr
 
 

@@ -66,7 +66,7 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
     jobs.wait_for(fetched, Condition.SOURCES_FETCHED, "False", Reason.FETCHING)
     kubectl("patch", "ppojob", fetched, "--type=merge", "-p", '{"spec": {"runPolicy": {"suspend": true}}}')
     kubectl("wait", "--for=delete", f"job/{fetched}-fetch", "--timeout=120s")
-    missing = [jobs.create(templateRef={"kind": kind, "name": "none"}) for kind in TemplateKind]
+    missing = [jobs.create(templateRef={"kind": kind.value, "name": "none"}) for kind in TemplateKind]
     for name in missing:
         jobs.wait_for(name, Condition.TEMPLATE_RESOLVED, "False", Reason.TEMPLATE_MISSING)
     for used in (Right("list", "ppojob.dev", "ppojobs"), Right("list", "kueue.x-k8s.io", "workloads")):
