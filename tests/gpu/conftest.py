@@ -1,11 +1,17 @@
-"""The versions that the tests on GPUs run with, printed first: a figure is worth what they are."""
+"""The versions that the tests on GPUs run with, printed first: a figure is worth what they are. And one rank's mesh."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import torch
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 
 PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")
 
@@ -21,6 +27,14 @@ def pytest_report_header() -> list[str]:
     else:
         lines.append("GPUs: none, so every test here is skipped")
     return lines
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[ParallelMesh]:
+    """One rank on the first GPU."""
+    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    yield group
+    group.destroy()
 
 
 def _version(name: str) -> str:

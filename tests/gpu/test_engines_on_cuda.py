@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ import torch
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.models.smollm2 import prepare
-from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from ppojob_trainer.protocol import Keys
+from tests.gpu.one_gpu import difference_from_transformers, make_batch
 from tests.integration.trainer.vllm_agreement import agreement
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
-from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,53 +39,23 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(given) if given else prepare(tmp_path_factory.mktemp("models") / "smollm2")
 
 
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[ParallelMesh]:
-    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
-    yield group
-    group.destroy()
-
-
 def make_policy(parallel: ParallelMesh, path: Path, dtype: torch.dtype, **model: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=model.pop("max_tokens", 4096))
     actor = ActorModel(path=str(path), **model)
     return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=dtype)
 
 
-def make_batch() -> DataProto:
-    generator = torch.Generator().manual_seed(5)
-
-    def tokens(length: int) -> list[int]:
-        return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-
-    tensors = rollout_batch([tokens(20 + row) for row in range(8)], [tokens(30 - row) for row in range(8)])
-    mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
-    return DataProto.from_dict(
-        tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1, "response_length": 30}
-    )
-
-
 def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, model_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    batch = make_batch()
-    computed = make_policy(parallel, model_path, torch.bfloat16).forward(batch).padded(Keys.OLD_LOG_PROBS)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(**padded_inputs(batch)).logits
-    responses, mask = padded_responses(batch), batch.padded(Keys.RESPONSE_MASK)
-    log_p = torch.log_softmax(response_part(logits, responses.shape[1]), dim=-1)
-    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
+    engine = make_policy(parallel, model_path, torch.bfloat16)
     # Random tokens have log-probs near -15, where bfloat16's logits are 0.06 apart.
-    assert ((computed - expected).abs().sum() / mask.sum()) < 0.1
+    assert difference_from_transformers(engine, model_path, make_batch(VOCABULARY)) < 0.1
 
 
 @pytest.mark.parametrize("model", [{"max_tokens": 80}, {"gradient_checkpointing": False}, {"compile": True}])
 def test_how_it_is_computed_hardly_changes_an_update(
     parallel: ParallelMesh, model_path: Path, model: dict[str, Any]
 ) -> None:
-    batch = make_batch()
+    batch = make_batch(VOCABULARY)
     plain, other = (make_policy(parallel, model_path, torch.bfloat16, **options) for options in ({}, dict(model)))
     old = plain.forward(batch)
     metrics, others = (engine.update(batch.with_fields(old.columns)) for engine in (plain, other))
@@ -99,7 +66,7 @@ def test_how_it_is_computed_hardly_changes_an_update(
 
 def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path: Path) -> None:
     policy = make_policy(parallel, model_path, torch.bfloat16)
-    batch = make_batch()
+    batch = make_batch(VOCABULARY)
     batch = batch.with_fields(policy.forward(batch).columns)
     before = [tensor.clone() for tensor in policy.weights().gather()]
     batch.ragged(Keys.ADVANTAGES).values[0] = float("nan")
@@ -109,7 +76,7 @@ def test_a_step_that_is_not_finite_is_skipped(parallel: ParallelMesh, model_path
 
 
 def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
-    batch = make_batch()
+    batch = make_batch(VOCABULARY)
     saved, resumed = (make_policy(parallel, model_path, torch.bfloat16) for _ in range(2))
     batch = batch.with_fields(saved.forward(batch).columns)
     saved.update(batch)

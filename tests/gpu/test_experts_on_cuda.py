@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ import torch
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
-from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from tests.gpu.one_gpu import difference_from_transformers, make_batch
 from tests.integration.trainer.tiny_model import write_tiny_model
 from tests.integration.trainer.vllm_agreement import agreement
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
-from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,45 +45,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[ParallelMesh]:
-    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
-    yield group
-    group.destroy()
-
-
-def make_batch() -> DataProto:
-    generator = torch.Generator().manual_seed(5)
-
-    def tokens(length: int) -> list[int]:
-        return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
-
-    tensors = rollout_batch([tokens(20 + row) for row in range(8)], [tokens(30 - row) for row in range(8)])
-    mask = tensors[Keys.RESPONSE_MASK]
-    tensors[Keys.ADVANTAGES] = mask.unpadded(torch.randn(mask.padded().shape, generator=generator))
-    return DataProto.from_dict(
-        tensors, meta_info={"temperature": 1.0, "num_mini_batches": 2, "epochs": 1, "response_length": 30}
-    )
-
-
-def test_log_probs_equal_those_of_plain_transformers(parallel: ParallelMesh, model_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    batch = make_batch()
+def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, model_path: Path) -> None:
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=4096)
-    engine = policy_engine(
-        parallel, ActorModel(path=str(model_path)), training, AlgorithmSpec(), total_steps=10, dtype=torch.bfloat16
-    )
-    computed = engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(**padded_inputs(batch)).logits
-    responses, mask = padded_responses(batch), batch.padded(Keys.RESPONSE_MASK)
-    log_p = torch.log_softmax(response_part(logits, responses.shape[1]), dim=-1)
-    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
-    assert expected.std() > 0.5, "the model has no contrast, so equal numbers would show nothing"
+    actor = ActorModel(path=str(model_path))
+    engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=torch.bfloat16)
+    batch = make_batch(VOCABULARY)
     # bfloat16 against float32. A router whose experts are nearly equal may choose another one.
-    assert ((computed.cpu() - expected).abs().sum() / mask.sum()) < 0.1
+    assert difference_from_transformers(engine, model_path, batch) < 0.1
     metrics = engine.update(batch.with_fields(engine.forward(batch).columns))
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/expert_imbalance/mean"] >= 1

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
@@ -84,13 +81,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[ParallelMesh]:
-    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
-    yield group
-    group.destroy()
 
 
 @pytest.fixture(scope="module")
