@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
+from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Capacity, Drafts, SamplingOptions
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink, WeightReceiver
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -42,6 +42,7 @@ class Response:
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: str = "length"
+    drafts: Drafts = NO_DRAFTS
 
 
 def response_of(seed: int, weights: float) -> list[int]:

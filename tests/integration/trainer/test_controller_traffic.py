@@ -22,6 +22,7 @@ from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings, Prepared
 from ppojob_trainer.controller.schedule import schedule_of
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.main import groups as groups_module
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.groups import Groups, launch
@@ -33,6 +34,7 @@ from ppojob_trainer.worker_groups.placement import place
 from ppojob_trainer.worker_groups.roles.data import DataWorker
 from ppojob_trainer.worker_groups.roles.reward import RewardWorker
 from ppojob_trainer.worker_groups.roles.trained import join
+from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
 from tests.integration.trainer.runs import TASK, job_of, spec_of
 from tests.integration.trainer.traffic_workers import (
@@ -116,6 +118,7 @@ def groups(spec: PPOJobSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with connected(spec), pytest.MonkeyPatch.context() as patch:
         for name, worker in classes.items():
             patch.setattr(groups_module, name, worker)
+        patch.setattr(WeightsGroup, "_connect", connect_nothing)
         pools = asyncio.run(place(spec, LIMIT_S))
         started = launch(spec, pools, Launcher(tmp_path_factory.mktemp("logs"), LIMIT_S))
         asyncio.run(make_ready(started))
@@ -124,6 +127,12 @@ def groups(spec: PPOJobSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             group.kill()
         for pool in pools.values():
             pool.release()
+
+
+async def connect_nothing(weights: WeightsGroup) -> list[Transports]:
+    """Connect: the engines here have no weights, and the senders return receipts without a connection."""
+    weights._connected = weights._members()
+    return []
 
 
 async def make_ready(groups: Groups) -> None:
