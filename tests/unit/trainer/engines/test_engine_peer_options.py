@@ -210,7 +210,7 @@ def test_it_reads_the_checkpoint_of_one_rank_and_exports_the_same_bytes(seen: Se
 def test_each_rank_writes_its_share_of_the_files(seen: Seen) -> None:
     per_rank = [mine["written"] for mine in seen.ranks]
     written = [name for mine in per_rank for name in mine]
-    assert len(written) == len(seen.of_one["written"]) > len(seen.ranks)
+    assert len(written) == len(seen.of_one["written"]) > 4
     assert sorted(written) == sorted(seen.of_one["written"])
     assert max(map(len, per_rank)) - min(map(len, per_rank)) <= 1
 
