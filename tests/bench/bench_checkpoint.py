@@ -86,12 +86,11 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
     from ppojob_api.v1alpha1.model import ActorModel, Offload
     from ppojob_api.v1alpha1.runtime import Device
     from ppojob_api.v1alpha1.training import ActorSpec
-    from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     device = Device(arguments.device)
-    parallel = init_process_group(device, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 600)
+    parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", 600), 600)
     actor = ActorModel(path=str(model), offload=Offload(optimizer=arguments.offload))
     training = ActorSpec(max_tokens_per_gpu=16_384, learning_rate=1e-5)
     dtype = torch.bfloat16 if arguments.device == "CUDA" else torch.float32

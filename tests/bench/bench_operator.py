@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.bench.operator_scale.figures import Meter, Usage, percentile, residen
 from tests.bench.operator_scale.fleet import Fleet
 from tests.bench.operator_scale.reports import Reporters, reporting
 from tests.bench.operator_scale.surroundings import OperatorProcess, place
+from tests.ports import server_port
 from tools.cluster.cluster import is_healthy
 from tools.cluster.kuberay import PROCESS as KUBERAY
 from tools.cluster.layout import Layout
@@ -237,7 +237,7 @@ async def run(layout: Layout, namespace: str, arguments: argparse.Namespace, alo
     """Do all measurements in a namespace that is ready for them."""
     output: Path = arguments.output
     profile = output / "operator.prof" if arguments.profile else None
-    operator = OperatorProcess(namespace, output / "operator.log", free_port(), free_port(), profile)
+    operator = OperatorProcess(namespace, output / "operator.log", server_port(), server_port(), profile)
     async with connect() as connection, dashboards.serving():
         fleet = Fleet(connection, namespace, arguments.pods)
         limits = {"rest_s": arguments.rest, "limit_s": arguments.limit, "alone_per_s": alone_per_s}
@@ -249,13 +249,6 @@ async def run(layout: Layout, namespace: str, arguments: argparse.Namespace, alo
         finally:
             await operator.stop()
     return bench.rows
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def show(rows: list[Row], arguments: argparse.Namespace, console: Console) -> None:

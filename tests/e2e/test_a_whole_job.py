@@ -18,9 +18,9 @@ import httpx
 import pytest
 from safetensors import safe_open
 
-from ppojob_trainer.engines.network import free_port
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, small_pools
+from tests.ports import server_port
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -238,7 +238,7 @@ def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
     said = site.ppo("model", NAME, f"--output={tmp_path}/model")
     assert said.splitlines()[-1] == f"vllm serve {tmp_path}/model"
     assert _contents(tmp_path / "model") == _contents(site.root(NAME) / "model")
-    port = free_port("127.0.0.1")
+    port = server_port()
     with site.ppo_until_left("dashboard", NAME, "--tensorboard", f"--port={port}"):
         assert _answer(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", limit=120)
     selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"

@@ -25,7 +25,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
@@ -166,7 +166,7 @@ def main() -> None:
     for (name, division), port in zip(DIVISIONS.items(), sys.argv[5:], strict=True):
         if rank >= division.dims.world_size:
             continue
-        parallel = init_process_group(device, rank, division.dims, "127.0.0.1", int(port), 120)
+        parallel = init_process_group(device, rank, division.dims, connect("127.0.0.1", int(port), 120), 120)
         for combination in combinations_of(name):
             torch.compiler.reset()
             try:

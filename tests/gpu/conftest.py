@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group, listen
 
 PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")
 
@@ -32,7 +31,7 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[ParallelMesh]:
     """One rank on the first GPU."""
-    group = init_process_group(Device.CUDA, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    group = init_process_group(Device.CUDA, 0, ParallelDims(), listen("127.0.0.1", 60), 60)
     yield group
     group.destroy()
 

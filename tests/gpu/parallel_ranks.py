@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
@@ -105,7 +105,7 @@ def main() -> None:
     for (name, (dims, options)), port in zip(LAYOUTS.items(), ports, strict=True):
         if rank >= dims.world_size:
             continue
-        parallel = init_process_group(Device.CUDA, rank, dims, "127.0.0.1", int(port), 120)
+        parallel = init_process_group(Device.CUDA, rank, dims, connect("127.0.0.1", int(port), 120), 120)
         shard = shard_of(make_batch(), rank // dims.model_parallel, dims.world_size // dims.model_parallel)
         try:
             found[name] = run(parallel, model, shard, options)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.mesh import listen
 from tests.gpu import combination_ranks
 from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS, Combination
 from tests.gpu.two_ranks import run_two_ranks
@@ -34,8 +34,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What rank 0 computed, which is in every division."""
     out = tmp_path_factory.mktemp("combinations")
     model = combination_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
-    ports = [str(free_port("127.0.0.1")) for _ in DIVISIONS]
-    run_two_ranks(combination_ranks, ["CUDA", model, out, *ports], limit=LIMIT_SECONDS)
+    stores = [listen("127.0.0.1", LIMIT_SECONDS) for _ in DIVISIONS]
+    run_two_ranks(combination_ranks, ["CUDA", model, out, *(store.port for store in stores)], limit=LIMIT_SECONDS)
     found: Seen = json.loads((out / "rank-0.json").read_text())
     return found
 

@@ -16,7 +16,7 @@ import torch
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.mesh import listen
 from tests.gpu import parallel_ranks
 from tests.gpu.two_ranks import PROJECT, run_two_ranks
 from tests.integration.trainer.tiny_model import write_tiny_model
@@ -36,8 +36,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = tmp_path_factory.mktemp("ranks")
     model = parallel_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
     torch.cuda.empty_cache()
-    ports = [str(free_port("127.0.0.1")) for _ in parallel_ranks.LAYOUTS]
-    run_two_ranks(parallel_ranks, [model, out, *ports], limit=LIMIT_SECONDS)
+    stores = [listen("127.0.0.1", LIMIT_SECONDS) for _ in parallel_ranks.LAYOUTS]
+    run_two_ranks(parallel_ranks, [model, out, *(store.port for store in stores)], limit=LIMIT_SECONDS)
     found, others = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for name, layout in others.items():
         found[name]["weights of rank 1"] = layout.get("weights")

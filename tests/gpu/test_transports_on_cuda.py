@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppojob_trainer.engines.network import free_port
+from ppojob_trainer.engines.train.mesh import listen
 from tests.gpu import transport_ranks
 from tests.gpu.two_ranks import run_two_ranks
 
@@ -31,8 +31,8 @@ NO_P2P = {"NCCL_P2P_DISABLE": "1"}
     ],
 )
 def test_the_transport_is_read_out_of_nccls_log(tmp_path: Path, settings: dict[str, str], kind: str) -> None:
-    port = str(free_port("127.0.0.1"))
-    run_two_ranks(transport_ranks, [port, tmp_path], limit=LIMIT_SECONDS, **settings)
+    store = listen("127.0.0.1", LIMIT_SECONDS)
+    run_two_ranks(transport_ranks, [store.port, tmp_path], limit=LIMIT_SECONDS, **settings)
     for rank in (0, 1):
         (transport,) = json.loads((tmp_path / f"rank-{rank}.json").read_text()).items()
         assert transport[0].startswith(kind)

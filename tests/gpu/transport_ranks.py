@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, connect, init_process_group
 from ppojob_trainer.engines.transports import log_connections
 
 
 def main() -> None:
     rank, port, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     log_connections(out / f"rank-{rank}")
-    parallel = init_process_group(Device.CUDA, rank, ParallelDims(shard=2), "127.0.0.1", port, 120)
+    parallel = init_process_group(Device.CUDA, rank, ParallelDims(shard=2), connect("127.0.0.1", port, 120), 120)
     (out / f"rank-{rank}.json").write_text(json.dumps(parallel.connect()))
     parallel.destroy()
 

@@ -14,11 +14,10 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group, listen
 from ppojob_trainer.protocol import Keys
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
@@ -32,7 +31,7 @@ BATCH = make_batch(8)
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[ParallelMesh]:
-    group = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    group = init_process_group(Device.CPU, 0, ParallelDims(), listen("127.0.0.1", 60), 60)
     yield group
     group.destroy()
 

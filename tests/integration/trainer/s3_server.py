@@ -17,8 +17,8 @@ from pathlib import Path
 import obstore
 from obstore.store import S3Store
 
-from ppojob_trainer.engines.network import free_port
 from tests.environments import OwnEnvironment, variables
+from tests.ports import server_port
 
 REQUIREMENTS = Path(__file__).with_name("s3-server-requirements.txt")
 BUCKET = "bucket"
@@ -53,7 +53,7 @@ class S3Server:
 def serving(folder: Path) -> Iterator[S3Server]:
     """Start a server with an empty bucket; its log is in the folder."""
     python = OwnEnvironment("servers", "s3", REQUIREMENTS).python()
-    port = free_port("127.0.0.1")
+    port = server_port()
     log = folder / "s3.log"
     command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:

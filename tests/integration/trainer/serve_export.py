@@ -40,8 +40,7 @@ def export(root: Path) -> Path:
     from ppojob_api.v1alpha1.resolve import JobFile, resolve
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
-    from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
     from ppojob_trainer.main.exports import JobExports
     from ppojob_trainer.telemetry import RunFiles
     from tests.good_spec import GOOD
@@ -49,7 +48,7 @@ def export(root: Path) -> Path:
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     base = write_tiny_model(root / "base")
-    parallel = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    parallel = init_process_group(Device.CPU, 0, ParallelDims(), listen("127.0.0.1", 60), 60)
     data = {**GOOD["spec"]["data"], "chatTemplate": TEMPLATE}
     model = {"actor": {"path": str(base), "lora": {"rank": 4}}}
     spec = resolve(parse_spec({**GOOD["spec"], "data": data, "model": model}))

@@ -15,8 +15,7 @@ import torch
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import BucketRefusedError, CheckpointUnreadableError, FencedOutError, open_store
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group, listen
 from tests.integration.trainer import bucket_ranks
 from tests.integration.trainer.runs import (
     STEPS,
@@ -40,7 +39,7 @@ LIMIT_S = 700.0
 
 @pytest.fixture
 def parallel() -> Iterator[ParallelMesh]:
-    found = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    found = init_process_group(Device.CPU, 0, ParallelDims(), listen("127.0.0.1", 60), 60)
     yield found
     found.destroy()
 
@@ -60,8 +59,8 @@ def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_s
     model = save_tiny_model(tmp_path / "model")
     store = open_store("s3://bucket/ranks", uid="u", attempt=0)
     store.claim()
-    port = free_port("127.0.0.1")
-    arguments = [str(port), str(model), str(tmp_path), store.begin(1)]
+    store = listen("127.0.0.1", 60)
+    arguments = [str(store.port), str(model), str(tmp_path), store.begin(1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = []
     try:

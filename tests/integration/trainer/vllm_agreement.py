@@ -72,12 +72,11 @@ def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
-    from ppojob_trainer.engines.network import free_port
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-    parallel = init_process_group(device, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), LIMIT_SECONDS)
+    parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", LIMIT_SECONDS), LIMIT_SECONDS)
     training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
     run: dict[str, Any] = {"total_steps": 10, "dtype": getattr(torch, dtype)}
     policy = policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), **run)

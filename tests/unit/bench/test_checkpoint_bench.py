@@ -9,7 +9,7 @@ from tests.bench.bench_checkpoint import SAVED, WAITED, make_batch, standstills
 
 
 def test_the_loop_stands_still_at_the_save_and_in_the_next_update_but_the_last_save_is_not_counted() -> None:
-    rows = [
+    rows: list[dict[str, float]] = [
         {"step": 1},
         {"step": 2, SAVED: 0.5},
         {"step": 3, WAITED: 0.25},

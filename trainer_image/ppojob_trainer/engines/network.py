@@ -1,16 +1,8 @@
-"""Addresses and ports of this host, for the rendezvous of FSDP ranks and of the weight transfer."""
+"""The address of this host towards another one, for the weight transfer."""
 
 from __future__ import annotations
 
 import socket
-
-
-def free_port(address: str = "") -> int:
-    """Return a TCP port that is free on this host now; call it where the listener will run."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def local_address(towards: str) -> str:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group, listen
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
@@ -24,7 +23,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parallel() -> Iterator[ParallelMesh]:
     """A group of this process alone; it ends with the file, because the plan's tests need a process without one."""
     torch.set_num_threads(1)
-    group = init_process_group(Device.CPU, 0, ParallelDims(), "127.0.0.1", free_port("127.0.0.1"), 60)
+    group = init_process_group(Device.CPU, 0, ParallelDims(), listen("127.0.0.1", 60), 60)
     yield group
     group.destroy()
 

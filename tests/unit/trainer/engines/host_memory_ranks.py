@@ -18,7 +18,7 @@ from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_policy
 
 SHARD_BYTES = 16 * 10**6
@@ -78,7 +78,9 @@ def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     export_module.SHARD_BYTES = SHARD_BYTES  # type: ignore[misc]
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 120)
+    parallel = init_process_group(
+        Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 120), 120
+    )
     found = measure(parallel, model, out)
     resumed = make_policy(parallel, model)
     found["load"] = most_taken(lambda: resumed.restore(out / "save"))

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
@@ -68,7 +68,7 @@ def run_rank(rank: int, port: int, dims: ParallelDims, model: Path, out: Path, w
     """What one process does; it leaves `rank-<rank>.pt`, or the reason why not in `rank-<rank>.txt`."""
     torch.set_num_threads(1)
     try:
-        parallel = init_process_group(Device.CPU, rank, dims, "127.0.0.1", port, 120)
+        parallel = init_process_group(Device.CPU, rank, dims, connect("127.0.0.1", port, 120), 120)
         shard = whole_batch()[rows_of(rank // dims.model_parallel, dims.world_size // dims.model_parallel)]
         torch.save(work(parallel, model, shard, out), out / f"rank-{rank}.pt")
         parallel.destroy()

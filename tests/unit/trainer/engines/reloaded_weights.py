@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
+from tests.ports import server_port
 
 PASSED = "passed"
 NUM_TOKENS = 20
@@ -117,7 +117,7 @@ def apart(config: VllmConfig, model: Any, path: str, weights: dict[str, Tensor])
 
 def main() -> None:
     torch.set_num_threads(1)
-    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 0, "gloo")
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{server_port()}", 0, "gloo")
     found = {path: reloaded(path) for path in sys.argv[1:]}
     sys.stdout.write("FOUND " + json.dumps(found) + "\n")
 

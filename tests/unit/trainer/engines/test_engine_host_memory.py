@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ppojob_trainer.checkpoints import bucket
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.fsdp import object_storage
 from ppojob_trainer.engines.train.fsdp.object_storage import reader_of, writer_of
+from ppojob_trainer.engines.train.mesh import listen
 from tests.unit.trainer.engines import host_memory_ranks
 from tests.unit.trainer.engines.host_memory_ranks import most_taken
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
@@ -38,10 +38,10 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     out = tmp_path_factory.mktemp("memory")
     model = save_tiny_model(out / "model", **SHAPE)
     part = (model / "model.safetensors").stat().st_size / WORLD_SIZE
-    port = free_port("127.0.0.1")
+    store = listen("127.0.0.1", LIMIT_SECONDS)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", host_memory_ranks.__name__, str(rank), str(port), str(model), str(out)],
+            [sys.executable, "-m", host_memory_ranks.__name__, str(rank), str(store.port), str(model), str(out)],
             cwd=PROJECT,
             # Freed memory goes back at once, so that what one call leaves is not what the next one finds.
             env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},

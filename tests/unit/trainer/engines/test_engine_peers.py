@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, listen
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.engines.two_ranks import make_policy
@@ -108,9 +107,9 @@ def run_ranks(dims: ParallelDims, model_path: Path, folder: Path, work: peer_ran
     # Forked from one process that has torch and transformers loaded: a rank starts in no time.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([peer_ranks.__name__, "transformers.models.llama.modeling_llama"])
-    port = free_port("127.0.0.1")
+    store = listen("127.0.0.1", LIMIT_SECONDS)
     ranks = [
-        context.Process(target=peer_ranks.run_rank, args=(rank, port, dims, model_path, folder, work))
+        context.Process(target=peer_ranks.run_rank, args=(rank, store.port, dims, model_path, folder, work))
         for rank in range(dims.world_size)
     ]
     deadline = time.monotonic() + LIMIT_SECONDS

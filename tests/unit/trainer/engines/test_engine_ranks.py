@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh, connect, listen
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
@@ -33,12 +32,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
-    port = free_port("127.0.0.1")
+    store = listen("127.0.0.1", LIMIT_SECONDS)
     command = [sys.executable, "-m", two_ranks.__name__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), str(model_path), str(folder)],
+            [*command, str(rank), str(store.port), str(model_path), str(folder)],
             cwd=PROJECT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -146,12 +145,21 @@ def test_two_ranks_export_a_whole_model(out: Path, of_two: list[dict[str, Any]])
 
 
 def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
+    store = listen("127.0.0.1", LIMIT_SECONDS)
     script = (
         "from ppojob_api.v1alpha1.runtime import Device\n"
-        "from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group\n"
-        f"two, port = ParallelDims(shard=2), {free_port('127.0.0.1')}\n"
-        f"init_process_group(Device('{Device.CPU.value}'), 1, two, '127.0.0.1', port, 2)\n"
+        "from ppojob_trainer.engines.train.mesh import ParallelDims, connect, init_process_group\n"
+        f"store = connect('127.0.0.1', {store.port}, 2)\n"
+        f"init_process_group(Device('{Device.CPU.value}'), 1, ParallelDims(shard=2), store, 2)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode != 0
     assert f"{RendezvousError.__name__}: rank 1 of 2 did not connect to the other ranks" in ended.stderr.decode()
+
+
+def test_a_rank_without_a_rank_zero_gives_up_in_time() -> None:
+    store = listen("127.0.0.1", 1)
+    port = store.port
+    del store
+    with pytest.raises(RendezvousError, match=f"rank 0 did not answer at 127.0.0.1:{port} within 1 s"):
+        connect("127.0.0.1", port, 1)

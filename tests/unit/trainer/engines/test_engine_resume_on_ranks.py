@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_trainer.engines.network import free_port
-from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh, listen
 from tests.unit.trainer.engines import two_ranks, two_ranks_resume
 
 pytestmark = pytest.mark.slow
@@ -41,10 +40,10 @@ def of_one(out: Path, parallel: ParallelMesh, model_path: Path) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def of_two(out: Path, model_path: Path) -> list[dict[str, Any]]:
-    port = free_port("127.0.0.1")
+    store = listen("127.0.0.1", LIMIT_SECONDS)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", two_ranks_resume.__name__, str(rank), str(port), str(model_path), str(out)],
+            [sys.executable, "-m", two_ranks_resume.__name__, str(rank), str(store.port), str(model_path), str(out)],
             cwd=PROJECT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_groups_that_communicate_in_every_layer_stay_on_a_host(num_local: int, i
 
 def test_a_group_that_spans_hosts_is_refused_before_the_rendezvous() -> None:
     with pytest.raises(ValueError, match="would span hosts: this one has 1"):
-        init_process_group(Device.CPU, 0, ParallelDims(tensor=2), "127.0.0.1", 1, 1, num_local=1)
+        init_process_group(Device.CPU, 0, ParallelDims(tensor=2), listen("127.0.0.1", 1), 1, num_local=1)

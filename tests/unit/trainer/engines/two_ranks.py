@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp import model as model_module
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
@@ -141,7 +141,7 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
+    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
     found = run(parallel, model, shard(rank), out)
     vars(model_module)["MESSAGE_BYTES"] = MESSAGE_BYTES
     for name, stays_gathered in (("freed", False), ("gathered", True)):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
@@ -29,7 +29,7 @@ def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), "127.0.0.1", port, 60)
+    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
     seen = go_on(parallel, model, shard(rank), out)
     policy = seen.pop("policy")
     policy.save(out / "background", in_background=True)

@@ -13,11 +13,10 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.network import free_port
 from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
 from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
@@ -58,7 +57,7 @@ def test_a_real_update_has_the_planned_peak(
     training = ActorSpec(max_tokens_per_gpu=SEQUENCES * (PROMPT + RESPONSE))
     model = ActorModel(path=str(tmp_path), gradient_checkpointing=checkpointing)
     engine = FSDPEngine(EngineSetup(model, training, PolicyObjective(training, AlgorithmSpec())))
-    parallel = init_process_group(Device.CPU, 0, ALONE, "127.0.0.1", free_port("127.0.0.1"), 60)
+    parallel = init_process_group(Device.CPU, 0, ALONE, listen("127.0.0.1", 60), 60)
     live = LiveBytes()
     try:
         with live:

@@ -30,6 +30,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -246,20 +247,47 @@ class ParallelMesh:
         return reduced
 
 
+def listen(address: str, timeout_seconds: float) -> TCPStore:
+    """Open the store in which the ranks of a process group meet, at a port that the system chooses.
+
+    A port that is asked for first and bound later can meanwhile be taken by another process. The store lasts as long
+    as the object; rank 0 joins with it, the others with `connect`.
+
+    Args:
+        address: of this host, without brackets if it is IPv6.
+        timeout_seconds: for the ranks to write into the store what the others read.
+    """
+    return TCPStore(address, 0, None, True, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+
+
+def connect(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    """Connect to the store at which rank 0 listens.
+
+    Raises:
+        RendezvousError: nobody listened there in time.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank 0 did not answer at {address}:{port} within {timeout_seconds:g} s: {error}"
+        ) from error
+
+
 def init_process_group(
     device: Device,
     rank: int,
     dims: ParallelDims,
-    master_address: str,
-    master_port: int,
+    store: Store,
     timeout_seconds: float,
     num_local: int | None = None,
 ) -> ParallelMesh:
     """Join the other ranks: gloo on the CPU; on CUDA NCCL, and gloo for tensors on the host.
 
     Args:
-        master_address, master_port: where rank 0 listens, see `network.free_port`.
-        timeout_seconds: for the rendezvous and for every collective afterwards.
+        store: where the ranks meet, see `listen` and `connect`.
+        timeout_seconds: for the ranks to meet and for every collective afterwards.
         num_local: ranks on this host; by default all.
 
     Raises:
@@ -277,7 +305,7 @@ def init_process_group(
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{_host(master_address)}:{master_port}",
+            store=store,
             rank=rank,
             world_size=dims.world_size,
             timeout=timeout,
@@ -286,8 +314,7 @@ def init_process_group(
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"{dims.name(rank)} did not connect to the other ranks at {master_address}:{master_port} "
-            f"within {timeout_seconds:g} s: {error}"
+            f"{dims.name(rank)} did not connect to the other ranks within {timeout_seconds:g} s: {error}"
         ) from error
     logger.info("%s has joined", dims.name(rank))
     return create_mesh(local, rank, dims, timeout)
@@ -321,7 +348,3 @@ def _group_of(rank: int, groups: list[list[int]], timeout: timedelta) -> dist.Pr
     made = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in groups}
     mine: dist.ProcessGroup = next(group for ranks, group in made.items() if rank in ranks)
     return mine
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

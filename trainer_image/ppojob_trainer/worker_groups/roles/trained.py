@@ -15,13 +15,14 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
 from ppojob_trainer.engines.train.loader import make_engine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group, listen
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
     from transformers import PretrainedConfig
 
 __all__ = ["EngineWorker", "ModelSize", "ModelSource", "TrainedWorker", "check_fit", "dims_of", "join", "size_of"]
@@ -112,6 +113,7 @@ class TrainedWorker:
         self.training = training
         self.source: ModelSource | None = None
         self._parallel: ParallelMesh | None = None
+        self._store: TCPStore | None = None
 
     @property
     def parallel(self) -> ParallelMesh:
@@ -121,10 +123,9 @@ class TrainedWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def rendezvous(self) -> tuple[str, int]:
-        """Return where rank 0 will listen."""
-        from ppojob_trainer.engines.network import free_port
-
-        return self.context.address, free_port(self.context.address)
+        """Listen for the other ranks; return where."""
+        self._store = listen(self.context.address, self.context.timeout_s)
+        return self.context.address, self._store.port
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def join(self, address: str, port: int) -> Transports:
@@ -134,14 +135,14 @@ class TrainedWorker:
             RendezvousError: not all ranks joined in time, or NCCL could not connect.
             ValueError: the sizes do not divide the ranks, or a group that communicates in every layer would span hosts.
         """
-        from ppojob_trainer.engines.train.mesh import init_process_group
-
         context = self.context
         dims = dims_of(self.training, context.world_size)
         if self.spec.device is Device.CUDA:
             log_connections(context.log_file.with_suffix(""))
+        if self._store is None:
+            self._store = connect(address, port, context.timeout_s)
         self._parallel = init_process_group(
-            Device(self.spec.device), context.rank, dims, address, port, context.timeout_s, context.local_world_size
+            Device(self.spec.device), context.rank, dims, self._store, context.timeout_s, context.local_world_size
         )
         return self._parallel.connect()
 
