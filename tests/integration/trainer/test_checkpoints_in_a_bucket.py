@@ -59,8 +59,8 @@ def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_s
     model = save_tiny_model(tmp_path / "model")
     store = open_store("s3://bucket/ranks", uid="u", attempt=0)
     store.claim()
-    store = listen("127.0.0.1", 60)
-    arguments = [str(store.port), str(model), str(tmp_path), store.begin(1)]
+    ranks_meet = listen("127.0.0.1", 60)
+    arguments = [str(ranks_meet.port), str(model), str(tmp_path), store.begin(1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = []
     try:
