@@ -47,6 +47,7 @@ DIVISIONS = {
     "sequence 2": Division(ParallelDims(sequence=2)),
     "sequence 2, gathered": Division(ParallelDims(sequence=2), stays_gathered=True),
     "tensor 2": Division(ParallelDims(tensor=2)),
+    "pipeline 2": Division(ParallelDims(pipeline=2)),
 }
 OFFLOADS: dict[str, dict[str, Any]] = {
     "nothing offloaded": {},
@@ -136,8 +137,8 @@ def make_batch() -> DataProto:
 def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[str, Any]:
     """Return what two updates of one combination compute; log-probs are those of the rank's first sequences."""
     division = DIVISIONS[combination.division]
-    peers = division.dims.model_parallel
-    batch = make_batch().split(NUM_SEQUENCES * peers // division.dims.world_size)[parallel.rank // peers]
+    dims = division.dims
+    batch = make_batch().split(NUM_SEQUENCES // dims.num_shards)[dims.shard_of(parallel.rank)]
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=256)
     engine = policy_engine(
         parallel,

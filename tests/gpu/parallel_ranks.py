@@ -34,6 +34,8 @@ LAYOUTS = {
     "sequence 2, compiled": (ParallelDims(sequence=2), {"compile": True}),
     "tensor 2": (ParallelDims(tensor=2), {}),
     "tensor 2, compiled": (ParallelDims(tensor=2), {"compile": True}),
+    "pipeline 2": (ParallelDims(pipeline=2), {}),
+    "pipeline 2, compiled": (ParallelDims(pipeline=2), {"compile": True}),
 }
 
 
@@ -106,7 +108,7 @@ def main() -> None:
         if rank >= dims.world_size:
             continue
         parallel = init_process_group(Device.CUDA, rank, dims, connect("127.0.0.1", int(port), 120), 120)
-        shard = shard_of(make_batch(), rank // dims.model_parallel, dims.world_size // dims.model_parallel)
+        shard = shard_of(make_batch(), dims.shard_of(rank), dims.num_shards)
         try:
             found[name] = run(parallel, model, shard, options)
         except Exception:  # noqa: BLE001 - the other layouts are to be seen all the same; the test fails on this one

@@ -65,7 +65,7 @@ def test_every_layout_makes_the_same_update(seen: Seen) -> None:
 
 
 def test_peers_need_less_memory_than_one_gpu(seen: Seen) -> None:
-    for name in ("sequence 2", "tensor 2"):
+    for name in ("sequence 2", "tensor 2", "pipeline 2"):
         assert seen[name]["peak_gb"] < seen["one GPU"]["peak_gb"], name
 
 
@@ -94,6 +94,12 @@ ACTOR_DIVIDED = {
     **ONE_POOL,
     "actor": {"learningRate": 1e-3, "miniBatchSize": 4, "tensorParallelSize": 2},
     "critic": {"learningRate": 1e-3, "miniBatchSize": 4, "sequenceParallelSize": 2},
+    "rollout": {},
+}
+STAGES = {
+    **ONE_POOL,
+    "actor": {"learningRate": 1e-3, "miniBatchSize": 4, "pipelineParallelSize": 2},
+    "critic": {"learningRate": 1e-3, "miniBatchSize": 4, "pipelineParallelSize": 2},
     "rollout": {},
 }
 APART = {
@@ -147,6 +153,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("actor sequence 2, critic tensor 2, rollout tensor 2", ONE_POOL),
         ("actor tensor 2, critic sequence 2, 2 replicas", ACTOR_DIVIDED),
+        ("actor and critic pipeline 2, 2 replicas", STAGES),
         ("actor and critic 1, rollout in a pool of its own", APART),
         ("split, and the critic's pool shared with the rollout", SHARED),
         ("rollout in a pool of its own, and the trainers' shared with it", BORROWING),

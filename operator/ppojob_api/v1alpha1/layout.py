@@ -71,7 +71,7 @@ SETTINGS = (
       for field in ("gradientCheckpointing", "compile", "offload", "activationOffload", "reshardAfterForward")),
     *(f"model.ref.{field}" for field in ("compile", "offload", "reshardAfterForward")),
     "model.reward.maxTokensPerGPU", "actor.maxTokensPerGPU", "critic.maxTokensPerGPU",
-    "actor.fsdpSize", "critic.fsdpSize",
+    "actor.fsdpSize", "critic.fsdpSize", "actor.pipelineParallelSize", "critic.pipelineParallelSize",
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
        "enforceEager", "logProbs", "sleep", "cpuCacheGib", "speculative",

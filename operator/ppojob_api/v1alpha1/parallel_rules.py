@@ -1,4 +1,4 @@
-"""Rules of `tensorParallelSize`, `sequenceParallelSize` and `fsdpSize`: against the GPUs of nodes and pools.
+"""Rules of the sizes over which models are divided (tensor, sequence, pipeline, FSDP): against nodes and pools.
 
 `rules.py` puts them beside the others, each in CEL and in Python. Only the trainer can check whether they divide the
 model's heads: it reads the model's configuration before it loads anything.
@@ -42,14 +42,30 @@ PARALLEL_RULES = [
     *(
         Rule(
             rule=(
+                f"{is_idle}self.{role}.pipelineParallelSize == 1 || "
+                f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % "
+                f"(self.{role}.pipelineParallelSize * self.{role}.tensorParallelSize * "
+                f"self.{role}.sequenceParallelSize) == 0)"
+            ),
+            message=(
+                f"{role}.pipelineParallelSize times tensorParallelSize and sequenceParallelSize must divide the GPUs "
+                f"of the {role}'s pool"
+            ),
+            field_path=f".{role}.pipelineParallelSize",
+        )
+        for role, (pool, is_idle) in _POOL_OF.items()
+    ),
+    *(
+        Rule(
+            rule=(
                 f"{is_idle}!has(self.{role}.fsdpSize) || "
                 f"(self.{role}.fsdpSize % self.{role}.sequenceParallelSize == 0 && "
                 f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % "
-                f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize) == 0))"
+                f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize) == 0))"
             ),
             message=(
-                f"{role}.fsdpSize must be a multiple of sequenceParallelSize, and times tensorParallelSize it must "
-                f"divide the GPUs of the {role}'s pool"
+                f"{role}.fsdpSize must be a multiple of sequenceParallelSize, and times tensorParallelSize and "
+                f"pipelineParallelSize it must divide the GPUs of the {role}'s pool"
             ),
             field_path=f".{role}.fsdpSize",
         )
@@ -86,6 +102,22 @@ def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
                 yield f"{role}.{field}", value, f"{size} {why}: use divisors, or give its nodes more GPUs"
 
 
+def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
+    """All stages have equally many GPUs, in whole groups that compute a layer together."""
+    for role, training, pool in _placed(spec):
+        stages = training.pipeline_parallel_size
+        if stages == 1 or pool.gpus % (stages * training.num_peers) == 0:
+            continue
+        group = f"times tensorParallelSize x sequenceParallelSize = {training.num_peers} " * (training.num_peers > 1)
+        why = f"{group}does not divide the {pool.gpus} GPUs of pool {pool.name}"
+        if role == "ref":
+            remedy = f"set placement.ref to {spec.placement.actor}, or use a divisor"
+            why = f"the reference is divided like the actor, and it {why}"
+            yield "actor.pipelineParallelSize", stages, f"{why}: {remedy}"
+        else:
+            yield f"{role}.pipelineParallelSize", stages, f"{why}: use a divisor, or remove the field"
+
+
 def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, training, pool in _placed(spec):
         size, tensor, sequence = training.fsdp_size, training.tensor_parallel_size, training.sequence_parallel_size
@@ -94,8 +126,10 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
         field = f"{'actor' if role == 'ref' else role}.fsdpSize"
         if size % sequence:
             yield field, size, f"sequenceParallelSize is {sequence}: use a multiple of it, or remove the field"
-        elif pool.gpus % (size * tensor):
-            product = f"times tensorParallelSize {tensor} it" if tensor > 1 else "it"
+        elif pool.gpus % (size * tensor * training.pipeline_parallel_size):
+            divisions = {"tensorParallelSize": tensor, "pipelineParallelSize": training.pipeline_parallel_size}
+            named = " and ".join(f"{name} {number}" for name, number in divisions.items() if number > 1)
+            product = f"times {named} it" if named else "it"
             of_ref = "the reference is divided like the actor, and " if role == "ref" else ""
             remedy = f"set placement.ref to {spec.placement.actor}, or " if role == "ref" else ""
             why = f"{product} does not divide the {pool.gpus} GPUs of pool {pool.name}"
@@ -137,6 +171,7 @@ def _larger(training: Trained) -> tuple[str, int]:
 
 PARALLEL_CHECKS = (
     _groups_fit_their_nodes,
+    _stages_fill_the_pools,
     _copies_fill_the_pools,
     _replicas_fit_their_nodes,
 )

@@ -89,20 +89,26 @@ class Trained(ApiModel):
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
     """Sequence parallelism (Ulysses): GPUs that each compute a slice of every sequence. Must divide the heads. For long
     sequences: together, the GPUs process this many times maxTokensPerGPU."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
+    equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +
+    stages - 1) passes: lower maxTokensPerGPU for more micro-batches. For pools of nodes with a slow network."""
     fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
-    """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, or of its tensor-parallel part. The
-    other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A multiple of
-    sequenceParallelSize. For pools of several nodes with a slow network, set it to the GPUs of a node divided by
+    """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, of its tensor-parallel part or of its
+    pipeline stage. The other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A
+    multiple of sequenceParallelSize. If the network between nodes is slow, set it to the GPUs of a node divided by
     tensorParallelSize: weights are then gathered within a node."""
 
     @property
     def num_peers(self) -> int:
-        """GPUs that work on the same sequences."""
+        """GPUs that compute a layer of the same sequences together."""
         return self.tensor_parallel_size * self.sequence_parallel_size
 
     def gpus_of_a_copy(self, gpus: int) -> int:
         """Return over how many of the role's GPUs one copy of the model is divided."""
-        return gpus if self.fsdp_size is None else self.fsdp_size * self.tensor_parallel_size
+        if self.fsdp_size is None:
+            return gpus
+        return self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ActorSpec(Trained):

@@ -1,4 +1,4 @@
-"""Whole runs on this machine's own Ray: tensor- and sequence-parallel ranks change no number of a run."""
+"""Whole runs on this machine's own Ray: parallel ranks change no number of a run."""
 
 from __future__ import annotations
 
@@ -32,14 +32,23 @@ def run(root: Path, model: Path, /, **changes: Any) -> dict[int, dict[str, float
     return finish(root, raw).records
 
 
-def test_parallel_ranks_change_no_number_of_a_run(model: Path, tmp_path: Path) -> None:
-    plain = run(tmp_path / "plain", model)
-    parallel = run(
-        tmp_path / "parallel",
-        model,
-        actor={**TRAINING, "sequenceParallelSize": 2},
-        critic={**TRAINING, "tensorParallelSize": 2},
-    )
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return run(tmp_path_factory.mktemp("plain"), model)
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic"),
+    [
+        ({"sequenceParallelSize": 2}, {"tensorParallelSize": 2}),
+        ({"pipelineParallelSize": 2}, {"pipelineParallelSize": 2}),
+    ],
+    ids=["layers", "stages"],
+)
+def test_parallel_ranks_change_no_number_of_a_run(
+    actor: dict[str, int], critic: dict[str, int], model: Path, plain: dict[int, dict[str, float]], tmp_path: Path
+) -> None:
+    parallel = run(tmp_path, model, actor={**TRAINING, **actor}, critic={**TRAINING, **critic})
     # In the first step the rollout has equal weights.
     first, expected = comparable(parallel[1]), comparable(plain[1])
     assert first.keys() == expected.keys()

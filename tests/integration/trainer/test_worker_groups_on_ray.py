@@ -155,6 +155,16 @@ async def test_peers_get_the_same_rows_and_the_first_of_them_answers(peers: Grou
     assert counted["rows/max"] == 3
 
 
+async def test_all_stages_of_a_pipeline_get_the_same_rows_and_the_first_answers(peers: Group) -> None:
+    stages = peers.with_peers(1, num_stages=2)
+    assert stages.num_shards == 2
+
+    batch = pulled(await stages.call(SumWorker.double_together, table_of(5)))
+    assert batch.tensor("doubled").tolist() == [0, 2, 4, 6, 8]
+    assert batch.tensor("rank").tolist() == [0, 0, 0, 1, 1]
+    assert await stages.call(SumWorker.seen_together) == [[0, 1, 2], [3, 4, 0]] * 2
+
+
 async def test_a_peer_whose_answer_nobody_reads_fails_the_call(peers: Group) -> None:
     with pytest.raises(WorkerFailedError, match="peers rank 3 failed in fail_together: ZeroDivisionError: of a peer"):
         await peers.call(SumWorker.fail_together, table_of(4))

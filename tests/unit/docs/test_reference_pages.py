@@ -204,7 +204,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "activationOffload": {"activationOffload": True},
     "lora": {"lora": {}},
 }
-SIZES: list[dict[str, int]] = [{}, {"sequenceParallelSize": 2}, {"tensorParallelSize": 2}]
+SIZES: list[dict[str, int]] = [
+    {},
+    {"sequenceParallelSize": 2},
+    {"tensorParallelSize": 2},
+    {"pipelineParallelSize": 2},
+]
 
 
 def is_refused(model: dict[str, Any], training: dict[str, Any]) -> bool:
@@ -231,3 +236,5 @@ def test_the_matrix_says_that_a_group_needs_a_node() -> None:
     assert is_refused({}, {"tensorParallelSize": 2, "sequenceParallelSize": 2})
     assert not is_refused({}, {"tensorParallelSize": 2, "sequenceParallelSize": 1})
     assert is_refused({}, {"fsdpSize": 2, "tensorParallelSize": 2})
+    assert is_refused({}, {"fsdpSize": 2, "pipelineParallelSize": 2})
+    assert is_refused({}, {"tensorParallelSize": 2, "pipelineParallelSize": 2})

@@ -18,7 +18,7 @@ from functools import partial
 
 from ppojob_api.v1alpha1.model import FrozenOffload, ModelSpec, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
@@ -139,11 +139,12 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
             # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
-            need = replace(need, gathered=_gathered(size, gpus, 0 if own.lora is not None else _FLOAT32))
+            gradients = 0 if own.lora is not None else _FLOAT32
+            need = replace(need, gathered=_gathered(size, gpus, gradients) / training.pipeline_parallel_size)
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
-            need = replace(need, gathered=_gathered(size, gpus, 0))
+            need = replace(need, gathered=_gathered(size, gpus, 0) / spec.actor.pipeline_parallel_size)
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -153,9 +154,17 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
 
 def gpus_of_a_copy(spec: PPOJobSpec, role: str, gpus: int) -> int:
     """Return over how many of its GPUs a role's model is divided; with HSDP there are several copies."""
-    # The reference is divided like the actor.
-    dividing = {"actor": spec.actor, "ref": spec.actor, "critic": spec.critic}
+    dividing = _dividing(spec)
     return dividing[role].gpus_of_a_copy(gpus) if role in dividing else gpus
+
+
+def _dividing(spec: PPOJobSpec) -> dict[str, Trained]:
+    """Return the section that has the sizes of a role: the reference is divided like the actor."""
+    return {"actor": spec.actor, "ref": spec.actor, "critic": spec.critic}
+
+
+def _is_uneven(training: Trained) -> bool:
+    return training.tensor_parallel_size > 1 or training.pipeline_parallel_size > 1
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:
@@ -212,13 +221,9 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
-    embeddings whole.
+    embeddings whole, or into stages, of which two have more than their layers.
     """
-    divided = {
-        "actor": spec.actor.tensor_parallel_size > 1,
-        "critic": spec.critic.tensor_parallel_size > 1,
-        "ref": spec.actor.tensor_parallel_size > 1,
-    }
+    divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)
     found = {role: frees is False for role, frees in asked.items()}
     for pool, roles in needs(spec, sizes).items():

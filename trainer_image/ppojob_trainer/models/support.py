@@ -29,19 +29,24 @@ class Support(StrEnum):
 class Family:
     """What is tested of a family, in addition to training, export and adapters.
 
-    variants: settings of the family that the tests have. push: weights are sent to a real vLLM. tensor_parallel:
-    `tensorParallelSize` above 1.
+    variants: settings of the family that the tests have. push: weights are sent to a real vLLM. tensor_parallel,
+    pipeline: `tensorParallelSize` and `pipelineParallelSize` above 1.
     """
 
     variants: str = ""
     push: Support = Support.UNTESTED
     lora: Support = Support.TESTED
     tensor_parallel: Support = Support.UNTESTED
+    pipeline: Support = Support.TESTED
 
 
 _TIED: Final = "tied and untied embeddings"
 FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": Family(f"{_TIED}, Llama 3 RoPE scaling", push=Support.TESTED, tensor_parallel=Support.TESTED),
+    "llama": Family(
+        f"{_TIED}, Llama 3 RoPE scaling",
+        push=Support.TESTED,
+        tensor_parallel=Support.TESTED,
+    ),
     "qwen2": Family(f"{_TIED}, sliding window above a layer", tensor_parallel=Support.TESTED),
     "qwen3": Family(_TIED, tensor_parallel=Support.TESTED),
     "mistral": Family("with and without sliding window"),
@@ -57,6 +62,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         push=Support.TESTED,
         lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.REFUSED,
+        pipeline=Support.REFUSED,
     ),
 }
 """By `model_type` of config.json."""
@@ -65,10 +71,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
 def table() -> str:
     """Return the table of families in Markdown."""
     lines = [
-        "| family | tested variants | training and export | push to vLLM | `lora` | `tensorParallelSize` |",
-        "|---|---|---|---|---|---|",
+        "| family | tested variants | training and export | push to vLLM | `lora` | `tensorParallelSize` "
+        "| `pipelineParallelSize` |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
-        cells = (f"`{name}`", family.variants, Support.TESTED, family.push, family.lora, family.tensor_parallel)
+        known = (Support.TESTED, family.push, family.lora, family.tensor_parallel, family.pipeline)
+        cells = (f"`{name}`", family.variants, *known)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(line.replace("|  |", "| |") for line in lines)

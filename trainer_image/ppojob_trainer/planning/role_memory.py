@@ -25,7 +25,8 @@ from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
 from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.fsdp.loading import allocate
-from ppojob_trainer.engines.train.fsdp.model import LoadOptions, PolicyModule, ValueModule, build_critic, build_policy
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
+from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.reward import build_reward_model
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh

@@ -83,7 +83,7 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
     Raises:
         ShapeNotFoundError: see `configs`.
         ModelMismatchError: a model cannot be divided by the sizes of the spec, or its context is too short.
-        ValueError: a role has an engine of the user.
+        ValueError: a role has an engine of the user, or a pipeline.
     """
     model, actor = spec.model, spec.model.actor
     for section, training in (("actor", spec.actor), ("critic", spec.critic)):
@@ -130,6 +130,11 @@ def _role(
             "tensorParallelSize": training.tensor_parallel_size,
             "sequenceParallelSize": training.sequence_parallel_size,
         }
+        if (stages := training.pipeline_parallel_size) > 1:
+            raise ValueError(
+                f"spec.{section}.pipelineParallelSize: {stages}: a plan runs the passes of one rank, and cannot run a "
+                f"pipeline: add --set spec.{section}.pipelineParallelSize=1 for a plan of the same GPUs without stages"
+            )
         check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
         check_context(name, source.path, config, spec.data)
     pool = pools_of_roles(spec)[name]

@@ -42,7 +42,8 @@ class Dispatch(Enum):
     """How arguments are split over the ranks and answers are merged.
 
     In each entry, the arguments are before the arrow and the answer is after it. "Peers" are the ranks of the same
-    tensor- or sequence-parallel group. Of a table, only the columns that the method reads are fetched (`register`).
+    tensor-, sequence- or pipeline-parallel group. Of a table, only the columns that the method reads are fetched
+    (`register`).
 
     ONE_TO_ALL: the same arguments to all ranks -> a list of answers by rank.
     RANK_ZERO: only to rank 0 -> its answer.
@@ -77,7 +78,7 @@ class Dispatch(Enum):
 
     @property
     def knows_peers(self) -> bool:
-        """Whether the ranks of a tensor- or sequence-parallel group get the same rows, and only the first answers."""
+        """Whether ranks that compute the model together get the same rows, and only the first of them answers."""
         return self in (Dispatch.DP_COMPUTE_METRIC, Dispatch.MESH_COMPUTE_PROTO)
 
 

@@ -150,14 +150,20 @@ class Future(Generic[T]):
 class TableFuture(Future[Table]):
     """A table that is not computed yet. `table` can be passed to another group's call at once."""
 
-    def __init__(self, refs: Sequence[ObjectRef[StoredRows]], table: Table, origin: Origin, num_peers: int = 1) -> None:
-        """Wait for all `refs`; `table` consists of every `num_peers`-th, the first rank of each parallel group."""
+    def __init__(
+        self,
+        refs: Sequence[ObjectRef[StoredRows]],
+        table: Table,
+        origin: Origin,
+        answering: Sequence[int] | None = None,
+    ) -> None:
+        """Wait for all `refs`; `table` consists of those at `answering`, one for each parallel group. None: of all."""
         super().__init__(refs, self._known, origin)
         self.table = table
-        self._num_peers = num_peers
+        self._answering = range(len(refs)) if answering is None else answering
 
     def _known(self, stored: list[StoredRows]) -> Table:
-        return self.table.known(stored[:: self._num_peers])
+        return self.table.known([stored[at] for at in self._answering])
 
 
 async def _wait_for(ref: ObjectRef[T]) -> T:

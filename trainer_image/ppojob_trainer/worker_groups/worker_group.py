@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import ray
@@ -28,6 +29,33 @@ C = ParamSpec("C")
 M = TypeVar("M")
 
 
+@dataclass(frozen=True)
+class Peers:
+    """How many ranks of a group work on the same rows.
+
+    of_layer: consecutive ranks, a tensor- or sequence-parallel group. stages: of a pipeline; each has an equal
+    consecutive part of all ranks. All peers return the same, so the first one of stage 0 answers.
+
+        8 ranks, 2 of a layer, 2 stages: shard 0 is {0, 1, 4, 5}, shard 1 is {2, 3, 6, 7}; ranks 0 and 2 answer
+    """
+
+    of_layer: int = 1
+    stages: int = 1
+
+    @property
+    def number(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.of_layer * self.stages
+
+    def shard_of(self, rank: int, num_ranks: int) -> int:
+        """Return the number of a rank's data-parallel rank."""
+        return rank % (num_ranks // self.stages) // self.of_layer
+
+    def first_of(self, shard: int) -> int:
+        """Return the rank that answers for a data-parallel rank."""
+        return shard * self.of_layer
+
+
 class WorkerGroup(Generic[W]):
     """The processes of one role, by rank; all of them hold a worker of class W."""
 
@@ -39,7 +67,6 @@ class WorkerGroup(Generic[W]):
         partition: Partition | None = None,
         meta: Mapping[str, Any] | None = None,
         observations: Observations | None = None,
-        num_peers: int = 1,
         ranks: Sequence[int] | None = None,
     ) -> None:
         """
@@ -48,11 +75,7 @@ class WorkerGroup(Generic[W]):
             partition: which rank gets which rows in calls that send a table; None: equal contiguous parts.
             meta: entries for the meta_info of every batch that is sent.
             observations: collects the measurements of the processes.
-            num_peers: size of a tensor- or sequence-parallel group, whose consecutive ranks work on the same rows.
             ranks: of the processes among those of the role, for messages; None: from 0.
-
-        Raises:
-            ValueError: the number of processes is not a multiple of `num_peers`.
         """
         self.role = role
         self._processes = tuple(processes)
@@ -60,18 +83,17 @@ class WorkerGroup(Generic[W]):
         self._partition = partition
         self._meta = dict(meta or {})
         self._observations = observations
-        self._num_peers = num_peers
+        self._peers = Peers()
         self._ranks = tuple(range(len(processes)) if ranks is None else ranks)
         self._unread: frozenset[str] = frozenset()
-        self._check_peers(num_peers)
 
     def __len__(self) -> int:
         return len(self._processes)
 
     @property
     def num_shards(self) -> int:
-        """Number of data-parallel ranks; ranks of the same tensor- or sequence-parallel group get the same rows."""
-        return len(self) // self._num_peers
+        """Number of data-parallel ranks; ranks that compute the model together get the same rows."""
+        return len(self) // self._peers.number
 
     def over(self, partition: Partition) -> WorkerGroup[W]:
         """Return the same group with another `partition` for the rows of tables."""
@@ -90,7 +112,7 @@ class WorkerGroup(Generic[W]):
         return self._with(
             _processes=tuple(self._processes[rank] for rank in ranks),
             _partition=None,
-            _num_peers=1,
+            _peers=Peers(),
             _ranks=tuple(self._ranks[rank] for rank in ranks),
         )
 
@@ -100,18 +122,20 @@ class WorkerGroup(Generic[W]):
             _processes=(*self._processes, *other._processes), _partition=None, _ranks=(*self._ranks, *other._ranks)
         )
 
-    def with_peers(self, num_peers: int) -> WorkerGroup[W]:
-        """Return the same group, in which each `num_peers` consecutive ranks work on the same rows.
+    def with_peers(self, num_peers: int, num_stages: int = 1) -> WorkerGroup[W]:
+        """Return the same group, in which ranks of the same tensor-, sequence- or pipeline-parallel group are peers.
+
+        Args:
+            num_peers: consecutive ranks that compute a layer together.
+            num_stages: of a pipeline; a stage is a consecutive part of the ranks.
 
         Raises:
-            ValueError: the number of processes is not a multiple of `num_peers`.
+            ValueError: the number of processes is not a multiple of both together.
         """
-        self._check_peers(num_peers)
-        return self._with(_num_peers=num_peers)
-
-    def _check_peers(self, num_peers: int) -> None:
-        if len(self) % num_peers:
-            raise ValueError(f"{num_peers} peers do not divide the {len(self)} processes of role {self.role}")
+        peers = Peers(num_peers, num_stages)
+        if len(self) % peers.number:
+            raise ValueError(f"{peers.number} peers do not divide the {len(self)} processes of role {self.role}")
+        return self._with(_peers=peers)
 
     def _with(self, **attributes: Any) -> WorkerGroup[W]:
         other = copy.copy(self)
@@ -144,25 +168,29 @@ class WorkerGroup(Generic[W]):
     def _call_over_rows(
         self, method: RemoteMethod[W, Any, Any, Any, Any], table: Table, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        peers = self._num_peers if method.dispatch.knows_peers else 1
-        num_shards = len(self) // peers
+        peers = self._peers if method.dispatch.knows_peers else Peers()
+        num_shards = len(self) // peers.number
         shares = self._partition or contiguous(len(table), num_shards)
         if len(shares) != num_shards:
             raise ValueError(f"a partition over {len(shares)} ranks for {self.role} with {num_shards} ranks")
         # Ranks without rows are not called: only groups without collectives get such a partition.
-        ranks = tuple(rank for rank in range(len(self)) if shares[rank // peers].rows)
+        shard_of = {rank: peers.shard_of(rank, len(self)) for rank in range(len(self))}
+        ranks = tuple(rank for rank, shard in shard_of.items() if shares[shard].rows)
         reads = None if method.reads is None else method.reads - self._unread
-        rows = {rank: table.rows(shares[rank // peers], self._meta, reads) for rank in ranks[::peers]}
+        rows = {shard: table.rows(share, self._meta, reads) for shard, share in enumerate(shares) if share.rows}
+        answering = [ranks.index(peers.first_of(shard)) for shard in rows]
         stores = method.dispatch.returns_rows
         refs = [
-            self._send(rank, method, (rows[rank - rank % peers], *args), kwargs, stores and rank in rows, rank in rows)
-            for rank in ranks
+            self._send(rank, method, (rows[shard_of[rank]], *args), kwargs, stores and at in answering, at in answering)
+            for at, rank in enumerate(ranks)
         ]
         origin = self._origin(method, ranks)
         if not stores:
-            return self._answer(method, Future(refs, lambda answers: merge_metrics(answers[::peers]), origin))
-        joined = Table.of_results(refs[::peers], [shares[rank // peers] for rank in rows])
-        return self._answer(method, TableFuture(refs, joined, origin, peers))
+            return self._answer(
+                method, Future(refs, lambda found: merge_metrics([found[at] for at in answering]), origin)
+            )
+        joined = Table.of_results([refs[at] for at in answering], [shares[shard] for shard in rows])
+        return self._answer(method, TableFuture(refs, joined, origin, answering))
 
     def _send(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
+from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
@@ -53,10 +54,11 @@ def resume(
 
 def fill_second_matrices(engine: FSDPEngine) -> None:
     """Draw B of all adapters. It begins at 0, and then A has no gradient."""
-    generator = torch.Generator().manual_seed(11)
     with engine._offloader.on_device(moments=True):
         for name, parameter in engine.module.named_parameters():
             if name.endswith(".lora_B"):
+                # By name, because a pipeline stage has some of the adapters.
+                generator = torch.Generator().manual_seed(crc32(name.encode()))
                 write_shard(parameter, 0.1 * torch.randn(parameter.shape, generator=generator), name)
 
 

@@ -69,7 +69,7 @@ def run_rank(rank: int, port: int, dims: ParallelDims, model: Path, out: Path, w
     torch.set_num_threads(1)
     try:
         parallel = init_process_group(Device.CPU, rank, dims, connect("127.0.0.1", port, 120), 120)
-        shard = whole_batch()[rows_of(rank // dims.model_parallel, dims.world_size // dims.model_parallel)]
+        shard = whole_batch()[rows_of(dims.shard_of(rank), dims.num_shards)]
         torch.save(work(parallel, model, shard, out), out / f"rank-{rank}.pt")
         parallel.destroy()
     except BaseException:

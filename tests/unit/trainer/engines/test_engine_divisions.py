@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
@@ -25,10 +25,11 @@ def llama(**settings: Any) -> PretrainedConfig:
         {"actor.tensorParallelSize": 2, "actor.sequenceParallelSize": 2},
         # Each key head on three ranks.
         {"critic.sequenceParallelSize": 12},
+        {"actor.tensorParallelSize": 2, "actor.pipelineParallelSize": 5},
     ],
 )
 def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
-    check_divisions(llama(), sizes)
+    check_divisions(llama(num_hidden_layers=5), sizes)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,17 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             llama(num_attention_heads=24, num_key_value_heads=6),
             {"critic.tensorParallelSize": 2, "critic.sequenceParallelSize": 4},
             "critic.sequenceParallelSize 4 does not divide this llama's num_key_value_heads 3",
+        ),
+        (
+            llama(num_hidden_layers=5),
+            {"actor.pipelineParallelSize": 6},
+            "actor.pipelineParallelSize 6 is more than this llama's num_hidden_layers 5: use at most that",
+        ),
+        (Qwen3MoeConfig(), {"critic.pipelineParallelSize": 2}, "stages of qwen3_moe, a mixture of experts"),
+        (
+            PretrainedConfig(model_type="mine"),
+            {"actor.pipelineParallelSize": 2},
+            "actor.pipelineParallelSize 2: mine computes with code of its own, .* set it to 1",
         ),
         (Phi3Config(), {"actor.tensorParallelSize": 2}, "tensor parallelism of phi3 is not supported"),
         (PretrainedConfig(num_attention_heads=4), {"actor.tensorParallelSize": 2}, "no plan.*use sequenceParallelSize"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelUnsupportedError
+from ppojob_trainer.engines.train.batch import MicroBatchPlan, build_micro_batches, widest
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
+from ppojob_trainer.engines.train.fsdp.passes import Received
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.pipeline import PipelinePeers
 from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
 from tests.unit.trainer.engines.test_engine_peers import LAYOUTS
-from tests.unit.trainer.engines.tiny_llama import VOCABULARY
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 SHAPE = {
@@ -155,6 +160,29 @@ def test_the_export_is_read_back_by_transformers(
         plain(AutoModelForCausalLM, folder, batch).logits for folder in (tmp_path / "export", rounded)
     )
     torch.testing.assert_close(exported, expected, atol=0, rtol=0)
+
+
+def test_stages_compute_what_the_whole_model_computes(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
+    config = AutoConfig.from_pretrained(path)
+    if support.FAMILIES[path.name].pipeline is Support.REFUSED:
+        with pytest.raises(ModelMismatchError, match=r"actor\.pipelineParallelSize 2: stages of"):
+            check_divisions(config, {"actor.pipelineParallelSize": 2})
+        return
+    check_divisions(config, {"actor.pipelineParallelSize": 2})
+    plan = MicroBatchPlan(1, 999)
+    (micro,) = build_micro_batches(batch, plan, (), RESPONSE_LENGTH, parallel.device)
+    options = LoadOptions(dtype=torch.float32)
+    whole = load_policy(str(path), options, parallel)(micro.tokens, 0.7)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    hidden = None
+    for stage in (0, 1):
+        own = replace(parallel, pipeline=PipelinePeers(group, stage, 2))
+        # Messages are wider than this micro-batch.
+        received = Received(hidden, widest(batch, plan) + 5)
+        module = load_policy(str(path), options, own)
+        hidden, *others = module(micro.tokens, 0.7, received)
+    torch.testing.assert_close((hidden, *others), whole, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppojob_api.v1alpha1.model import LoRA, Offload
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import PIPELINE, ParallelDims, ParallelMesh
 from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from tests.unit.trainer.engines import option_ranks, peer_ranks
 from tests.unit.trainer.engines.test_engine_peers import UNTIED, models, run_ranks
-from tests.unit.trainer.engines.tiny_llama import assert_same_updates
+from tests.unit.trainer.engines.tiny_llama import assert_same_updates, save_tiny_model
 
 __all__ = ["models"]
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 Results = dict[str, Any]
 ROLES = ("actor", "critic")
+EMBEDDING, COPY = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 SAME_GRADIENTS = (1e-4, 1e-2)
 """How far the gradients of the two steps may be apart, as a share of the largest entry. Orders of the sums differ by up
 to 3e-5, and a rank's part that is left out or added twice makes more than 0.1. The second step begins from the weights
@@ -71,11 +72,22 @@ LAYOUTS = {
     "shard 2 x tensor 2, all weights, all offloaded": Layout(
         ParallelDims(shard=2, tensor=2), "llama", None, {"offload": BOTH, "activation_offload": True}
     ),
+    "pipeline 2, all weights, all offloaded": Layout(
+        ParallelDims(pipeline=2), "llama", None, {"offload": BOTH, "activation_offload": True}
+    ),
+    "pipeline 3 of five layers": Layout(ParallelDims(pipeline=3), "deep", None),
+    "pipeline 2 x shard 2, tied, gathered": Layout(
+        ParallelDims(shard=2, pipeline=2), "llama", None, {"stays_gathered": True, "gradient_checkpointing": False}
+    ),
+    "pipeline 2 x tensor 2": Layout(ParallelDims(tensor=2, pipeline=2), "qwen3", TWO_LAYERS),
 }
 MANY_RANKS = {
+    "pipeline 2 x shard 2, adapters, gathered": Layout(
+        ParallelDims(shard=2, pipeline=2), "qwen2", options={"stays_gathered": True}
+    ),
     "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "llama"),
     "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
-    "all four axes": Layout(ParallelDims(2, 2, 2, 2), "llama"),
+    "all axes but the pipeline": Layout(ParallelDims(2, 2, 2, 2), "llama"),
 }
 
 
@@ -87,6 +99,7 @@ class Seen:
     model: Path
     folder: Path
     ranks: list[Results]
+    written: list[list[str]]
     folder_of_one: Path
     of_one: Results
 
@@ -106,7 +119,7 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
             # A bias begins at 0, where adding it twice would not show.
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
-    return {**models, "biases": folder}
+    return {**models, "biases": folder, "deep": save_tiny_model(folder / "deep", num_hidden_layers=5)}
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +146,39 @@ def seen(
     folder, model = tmp_path_factory.mktemp("peers"), all_models[layout.family]
     work = functools.partial(option_ranks.run, settings=layout.plain | layout.options)
     run_ranks(layout.dims, model, folder, work)
-    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(layout.dims.world_size)]
+    of_ranks = read_ranks(layout.dims, folder)
+    written = [mine["written"] for mine in of_ranks]
+    ranks = whole_models(layout.dims, of_ranks)
     lora = "" if layout.lora is None else layout.lora.model_dump_json(by_alias=True)
-    return Seen(layout, model, folder, ranks, *alone(layout.family, lora))
+    return Seen(layout, model, folder, ranks, written, *alone(layout.family, lora))
+
+
+def read_ranks(dims: ParallelDims, folder: Path) -> list[Results]:
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(dims.world_size)]
+
+
+def whole_models(dims: ParallelDims, ranks: list[Results]) -> list[Results]:
+    """Put together the tensors of the stages of each pipeline; without pipelines return those of the ranks."""
+    tensors = [{name: value for name, value in mine.items() if name != "written"} for mine in ranks]
+    return [merged([tensors[one] for one in group]) for group in dims.groups(PIPELINE) for _ in group]
+
+
+def merged(stages: list[Results]) -> Results:
+    """Return the union of dictionaries of tensors; everything else is equal on all stages."""
+    found: Results = {}
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        each = [stage[name] for stage in stages if name in stage]
+        if isinstance(each[0], dict):
+            found[name] = merged(each)
+        elif isinstance(each[0], list):
+            found[name] = [merged(list(one)) for one in zip(*each, strict=True)]
+        else:
+            torch.testing.assert_close(each, each[:1] * len(each), atol=0, rtol=0)
+            found[name] = each[0]
+    if len(stages) > 1 and EMBEDDING in found and COPY in found:
+        # The models of layouts with pipelines are tied: stage 0 and the last stage have the embedding.
+        torch.testing.assert_close(found.pop(COPY), found[EMBEDDING], atol=0, rtol=0)
+    return found
 
 
 def files(export: Path) -> dict[str, bytes]:
@@ -151,9 +194,8 @@ def test_the_initial_values_are_those_of_one_rank(seen: Seen) -> None:
 @pytest.mark.parametrize("key", ["log_probs", "reference", "values"])
 def test_the_outputs_are_those_of_one_rank(seen: Seen, key: str) -> None:
     dims = seen.layout.dims
-    num_shards = dims.world_size // dims.model_parallel
-    for rank, mine in enumerate(seen.ranks):
-        rows = peer_ranks.rows_of(rank // dims.model_parallel, num_shards)
+    for number, mine in enumerate(seen.ranks):
+        rows = peer_ranks.rows_of(number // dims.pipeline // dims.model_parallel, dims.num_shards)
         torch.testing.assert_close(mine[key], seen.of_one[key][rows], atol=1e-5, rtol=1e-4)
     if seen.layout.lora is not None:
         assert (seen.of_one["log_probs"] - seen.of_one["reference"]).abs().max() > 0.01
@@ -198,8 +240,7 @@ def test_it_reads_the_checkpoint_of_one_rank_and_exports_the_same_bytes(seen: Se
     (tmp_path / "saved").symlink_to(seen.folder_of_one / "checkpoint")
     work = functools.partial(option_ranks.resume, settings=seen.layout.plain | seen.layout.options)
     run_ranks(seen.layout.dims, seen.model, tmp_path, work)
-    for rank in range(seen.layout.dims.world_size):
-        found = torch.load(tmp_path / f"rank-{rank}.pt")
+    for found in whole_models(seen.layout.dims, read_ranks(seen.layout.dims, tmp_path)):
         for key in ("trained", "sent"):
             torch.testing.assert_close(found[key], seen.of_one[key], atol=0, rtol=0)
         assert found["second"] == pytest.approx(seen.of_one["second"], rel=1e-3, abs=1e-4)
@@ -208,7 +249,7 @@ def test_it_reads_the_checkpoint_of_one_rank_and_exports_the_same_bytes(seen: Se
 
 
 def test_each_rank_writes_its_share_of_the_files(seen: Seen) -> None:
-    per_rank = [mine["written"] for mine in seen.ranks]
+    per_rank = seen.written
     written = [name for mine in per_rank for name in mine]
     assert len(written) == len(seen.of_one["written"]) > 4
     assert sorted(written) == sorted(seen.of_one["written"])

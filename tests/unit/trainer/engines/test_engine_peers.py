@@ -35,8 +35,14 @@ LAYOUTS = {
     "replicate 2 x sequence 2": (ParallelDims(replicate=2, sequence=2), "qwen2"),
     "replicate 2 x tensor 2": (ParallelDims(replicate=2, tensor=2), "llama"),
     "sequence 2 x tensor 2": (ParallelDims(sequence=2, tensor=2), "qwen3"),
+    "pipeline 2": (ParallelDims(pipeline=2), "llama"),
+    "pipeline 2 x shard 2": (ParallelDims(pipeline=2, shard=2), "qwen2"),
 }
-EIGHT_RANKS = {
+LONG = {
+    "pipeline 2 of qwen3": (ParallelDims(pipeline=2), "qwen3"),
+    "pipeline 2 x sequence 2": (ParallelDims(pipeline=2, sequence=2), "qwen3"),
+    "pipeline 2 x replicate 2": (ParallelDims(pipeline=2, replicate=2), "llama"),
+    "pipeline 2 x shard 2 x tensor 2": (ParallelDims(shard=2, tensor=2, pipeline=2), "llama"),
     "replicate 2 x shard 2 x tensor 2": (ParallelDims(2, 2, 1, 2), "llama"),
     "replicate 2 x sequence 2 x tensor 2": (ParallelDims(2, 1, 2, 2), "qwen2"),
     "shard 2 x sequence 2 x tensor 2": (ParallelDims(1, 2, 2, 2), "llama"),
@@ -60,8 +66,7 @@ class Seen:
     """What the ranks of a layout wrote, and what one rank alone computes."""
 
     folder: Path
-    num_shards: int
-    num_peers: int
+    dims: ParallelDims
     model: Path
     ranks: list[dict[str, Any]]
     of_one: dict[str, Any]
@@ -86,21 +91,18 @@ def alone(
     return functools.cache(compute)
 
 
-@pytest.fixture(
-    scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in EIGHT_RANKS)]
-)
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def seen(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     models: dict[str, Path],
     alone: Callable[[str], dict[str, Any]],
 ) -> Seen:
-    dims, family = (LAYOUTS | EIGHT_RANKS)[request.param]
+    dims, family = (LAYOUTS | LONG)[request.param]
     folder = tmp_path_factory.mktemp("peers")
     run_ranks(dims, models[family], folder)
     ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(dims.world_size)]
-    num_shards = dims.world_size // dims.model_parallel
-    return Seen(folder, num_shards, dims.model_parallel, models[family], ranks, alone(family))
+    return Seen(folder, dims, models[family], ranks, alone(family))
 
 
 def run_ranks(dims: ParallelDims, model_path: Path, folder: Path, work: peer_ranks.Work = peer_ranks.run) -> None:
@@ -128,7 +130,7 @@ def run_ranks(dims: ParallelDims, model_path: Path, folder: Path, work: peer_ran
 
 def test_peers_agree_on_all_that_they_compute(seen: Seen) -> None:
     for rank, mine in enumerate(seen.ranks):
-        first = seen.ranks[rank - rank % seen.num_peers]
+        first = seen.ranks[seen.dims.shard_of(rank) * seen.dims.model_parallel]
         torch.testing.assert_close(mine["log_probs"], first["log_probs"], atol=0, rtol=0)
         torch.testing.assert_close(mine["values"], first["values"], atol=0, rtol=0)
         assert mine["metrics"] == pytest.approx(seen.ranks[0]["metrics"], rel=1e-6)
@@ -138,9 +140,9 @@ def test_peers_agree_on_all_that_they_compute(seen: Seen) -> None:
 @pytest.mark.parametrize("key", ["log_probs", "values"])
 def test_the_shards_together_are_what_one_rank_computes(seen: Seen, key: str) -> None:
     whole = torch.zeros_like(seen.of_one[key])
-    for number in range(seen.num_shards):
-        rows = peer_ranks.rows_of(number, seen.num_shards)
-        whole[rows] = seen.ranks[number * seen.num_peers][key]
+    for number in range(seen.dims.num_shards):
+        rows = peer_ranks.rows_of(number, seen.dims.num_shards)
+        whole[rows] = seen.ranks[number * seen.dims.model_parallel][key]
     torch.testing.assert_close(whole, seen.of_one[key], atol=1e-5, rtol=1e-4)
 
 
@@ -187,6 +189,8 @@ def test_its_export_is_the_whole_model(seen: Seen) -> None:
         (ParallelDims(shard=2), ParallelDims(tensor=2)),
         (ParallelDims(replicate=2, shard=2), ParallelDims(tensor=2)),
         (ParallelDims(tensor=2), ParallelDims(replicate=2, shard=2)),
+        (ParallelDims(pipeline=2), ParallelDims(shard=2)),
+        (ParallelDims(tensor=2), ParallelDims(pipeline=2)),
     ],
     ids=str,
 )

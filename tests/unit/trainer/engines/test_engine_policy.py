@@ -241,7 +241,7 @@ def test_passes_and_optimizer_steps_read_nothing_from_the_device(
         monkeypatch.setattr(owner, name, call)
 
     parts = [
-        (engine, "_outputs"),
+        (engine, "_compute"),
         (engine.objective, "loss"),
         (torch.autograd, "backward"),
         (engine.optimizer, "clip"),

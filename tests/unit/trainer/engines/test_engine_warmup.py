@@ -55,11 +55,11 @@ def test_a_warmup_runs_forward_and_backward(
 ) -> None:
     policy = make_policy()
     calls: list[tuple[bool, int]] = []
-    forward = policy.module.forward
+    forward: Any = policy.module.forward
 
-    def noted(tokens: Any, temperature: float) -> Any:
+    def noted(tokens: Any, temperature: float, received: None) -> Any:
         calls.append((torch.is_grad_enabled(), tokens.segments.num_tokens))
-        return forward(tokens, temperature)
+        return forward(tokens, temperature, received)
 
     monkeypatch.setattr(policy.module, "forward", noted)
     policy.warm_up(PROMPT, RESPONSE)

@@ -21,6 +21,9 @@ from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, 
         ({"fsdp": 1}, ParallelDims(replicate=8)),
         ({"fsdp": 4, "sequence": 2}, ParallelDims(replicate=2, shard=2, sequence=2)),
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, ParallelDims(replicate=2, sequence=2, tensor=2)),
+        ({"pipeline": 2}, ParallelDims(shard=4, pipeline=2)),
+        ({"pipeline": 2, "fsdp": 2}, ParallelDims(replicate=2, shard=2, pipeline=2)),
+        ({"pipeline": 4, "tensor": 2}, ParallelDims(tensor=2, pipeline=4)),
     ],
 )
 def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims) -> None:
@@ -36,6 +39,8 @@ def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims
         ({"fsdp": 3}, "cannot shard over 3 of 4 ranks .* use a multiple of 1 that divides 4"),
         ({"fsdp": 4, "tensor": 2}, "cannot shard over 4 of 4 ranks .* use a multiple of 1 that divides 2"),
         ({"fsdp": 1, "sequence": 2}, "cannot shard over 1 of 4 ranks .* use a multiple of 2 that divides 4"),
+        ({"pipeline": 3}, "4 ranks are not divisible by sequence 1 x tensor 1 x pipeline 3"),
+        ({"pipeline": 2, "fsdp": 4}, "cannot shard over 4 of 2 ranks of a stage .* use a multiple of 1 that divides 2"),
     ],
 )
 def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[str, int], says: str) -> None:
@@ -50,6 +55,20 @@ def test_groups_have_the_ranks_that_differ_in_their_axes_alone() -> None:
     assert dims.groups("sequence") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert dims.groups("sequence", "tensor") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert dims.groups("replicate", "shard") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_stage_is_a_consecutive_part_of_the_ranks() -> None:
+    dims = ParallelDims(shard=2, tensor=2, pipeline=2)
+
+    assert dims.groups("pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert dims.groups("replicate", "shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [dims.shard_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert (dims.of_stage, dims.num_shards, dims.fsdp) == (4, 2, 2)
+    assert dims.name(5) == "rank 5 of 8 (pipeline 1 of 2, shard 0 of 2, tensor 1 of 2)"
+
+
+def test_stages_may_be_on_different_hosts() -> None:
+    ParallelDims(pipeline=4).check_host(1)
 
 
 def test_a_rank_has_a_name_with_its_place_on_each_axis() -> None:

@@ -224,7 +224,7 @@ class _Launched:
     def __len__(self) -> int:
         return 1
 
-    def with_peers(self, number: int) -> _Launched:
+    def with_peers(self, number: int, num_stages: int) -> _Launched:
         return self
 
     def using(self, meta: object) -> _Launched:

@@ -56,7 +56,9 @@ def test_each_copy_of_a_model_has_fewer_gpus() -> None:
     spec = spec_of(4)
     hybrid = spec.model_copy(update={"actor": spec.actor.model_copy(update={"fsdp_size": 2})})
     divided = hybrid.actor.model_copy(update={"fsdp_size": 1, "tensor_parallel_size": 2})
-    for each, weights in ((spec, GB), (hybrid, 2 * GB), (hybrid.model_copy(update={"actor": divided}), 2 * GB)):
+    stages = hybrid.actor.model_copy(update={"fsdp_size": 1, "pipeline_parallel_size": 2})
+    others = (hybrid.model_copy(update={"actor": sizes}) for sizes in (divided, stages))
+    for each, weights in ((spec, GB), (hybrid, 2 * GB), *((other, 2 * GB) for other in others)):
         (actor,) = needs(each, sizes(1))["a"]
         assert actor.weights == weights
 
@@ -219,9 +221,10 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
     assert found == [0, 1, 1, 2, 2, 3]
 
 
-def test_of_a_model_that_is_divided_by_tensor_parallelism_too_little_is_known() -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> None:
     spec = spec_of()
-    actor = spec.actor.model_copy(update={"tensor_parallel_size": 2})
+    actor = spec.actor.model_copy(update={size: 2})
     divided = spec.model_copy(update={"actor": actor})
     assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 
@@ -230,6 +233,13 @@ def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> N
     assert not stay_gathered(spec_of(reshardAfterForward=True), thin(80))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), thin(9))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
+
+
+def test_only_a_stage_stays_gathered() -> None:
+    spec = spec_of(4)
+    stages = spec.model_copy(update={"actor": spec.actor.model_copy(update={"pipeline_parallel_size": 2})})
+    (whole,), (half,) = (needs(each, sizes(1))["a"] for each in (spec, stages))
+    assert (whole.weights, whole.gathered) == (half.weights, 2 * half.gathered)
 
 
 def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:

@@ -144,6 +144,14 @@ def build_micro_batches(
         yield _build(batch, torch.tensor(part), fields, width, device, peers)
 
 
+def widest(batch: DataProto, plan: MicroBatchPlan, peers: SequencePeers | None = None) -> int:
+    """Return the tokens of the largest micro-batch; with sequence parallelism of its slice."""
+    lengths = sequence_lengths(batch)
+    parts = micro_batches(lengths, plan.max_tokens, plan.number)
+    most = max(sum(lengths[row] for row in part) for part in parts)
+    return most if peers is None else peers.width(most)
+
+
 def _build(
     batch: DataProto,
     indices: Tensor,

@@ -65,6 +65,7 @@ class EngineSetup:
         return {
             f"{self.section}.tensorParallelSize": self.training.tensor_parallel_size,
             f"{self.section}.sequenceParallelSize": self.training.sequence_parallel_size,
+            f"{self.section}.pipelineParallelSize": self.training.pipeline_parallel_size,
         }
 
     @property
@@ -77,9 +78,9 @@ class TrainEngine(Protocol):
     """One rank of a policy or of a value model, trained or frozen.
 
     Every method but `check` and `is_saved` is collective: all ranks call it, each with its own rows, and the ranks of a
-    tensor- or sequence-parallel group with the same rows. Between two calls, what `model.<role>.offload` names is on
-    the host: a method reloads what it needs and offloads it again, so other roles have the GPU meanwhile. The engine
-    reads from a batch the columns that its method names, and `meta_info`.
+    tensor-, sequence- or pipeline-parallel group with the same rows; these return the same results. Between two calls,
+    what `model.<role>.offload` names is on the host: a method reloads what it needs and offloads it again, so other
+    roles have the GPU meanwhile. The engine reads from a batch the columns that its method names, and `meta_info`.
     """
 
     def check(self) -> None:

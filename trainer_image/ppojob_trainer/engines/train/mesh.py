@@ -1,7 +1,8 @@
 """The processes that train one model together: their sizes, rendezvous, device mesh, small sums on the host, shutdown.
 
-Four axes, the innermost last; the ranks of a host are consecutive:
+Five axes, the innermost last; the ranks of a host are consecutive:
 
+    pipeline    stages of consecutive layers
     replicate   copies of the model, whose gradients are averaged (HSDP)
     shard       FSDP divides parameters, gradients and moments
     sequence    Ulysses divides the tokens of a micro-batch
@@ -10,10 +11,12 @@ Four axes, the innermost last; the ranks of a host are consecutive:
     4 ranks, tensor 2      FSDP shards over {0, 2} and {1, 3}      each layer is divided over {0, 1} and {2, 3}
     4 ranks, sequence 2    FSDP shards over {0, 1, 2, 3}           tokens are divided over {0, 1} and {2, 3}
     4 ranks, replicate 2   FSDP shards over {0, 1} and {2, 3}      gradients are averaged over {0, 2} and {1, 3}
+    4 ranks, pipeline 2    FSDP shards over {0, 1} and {2, 3}      stage 0 is {0, 1}, stage 1 is {2, 3}
 
-Ranks that differ in sequence and tensor alone work on the same sequences, so they are one data-parallel rank. FSDP
-shards over shard and sequence together, because sequence-parallel ranks need the same parameters. Another axis is
-another field of `ParallelDims`, in its place among `AXES`: pipeline would be the outermost; expert would divide shard.
+Ranks that differ in pipeline, sequence and tensor alone work on the same sequences, so they are one data-parallel rank.
+FSDP shards over shard and sequence together, because sequence-parallel ranks need the same parameters. The pipeline is
+the outermost axis, because stages send the least: hosts are between stages, not between ranks of a layer. Another axis
+is another field of `ParallelDims`, in its place among `AXES`: expert would divide shard.
 
 `init_process_group` is called by an engine's owner, once per process, before an engine is created. All waits have a
 time limit.
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
@@ -35,15 +38,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.train.pipeline import PipelinePeers
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
-__all__ = ["AXES", "SHARD", "ParallelDims", "ParallelMesh", "create_mesh", "init_process_group"]
+__all__ = ["AXES", "PIPELINE", "SHARD", "ParallelDims", "ParallelMesh", "create_mesh", "init_process_group"]
 
 logger = logging.getLogger(__name__)
 
-REPLICATE, SHARD, SEQUENCE, TENSOR = "replicate", "shard", "sequence", "tensor"
-AXES: Final = (REPLICATE, SHARD, SEQUENCE, TENSOR)
+PIPELINE, REPLICATE, SHARD, SEQUENCE, TENSOR = "pipeline", "replicate", "shard", "sequence", "tensor"
+AXES: Final = (PIPELINE, REPLICATE, SHARD, SEQUENCE, TENSOR)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class ParallelDims:
     shard: int = 1
     sequence: int = 1
     tensor: int = 1
+    pipeline: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1.
@@ -66,32 +71,38 @@ class ParallelDims:
                 raise ValueError(f"the size of the {axis} axis is {size}: it must be at least 1")
 
     @classmethod
-    def of(cls, world_size: int, *, fsdp: int | None = None, sequence: int = 1, tensor: int = 1) -> ParallelDims:
+    def of(
+        cls, world_size: int, *, fsdp: int | None = None, sequence: int = 1, tensor: int = 1, pipeline: int = 1
+    ) -> ParallelDims:
         """Divide a number of ranks.
 
         Args:
-            fsdp: ranks over which FSDP shards a copy of the model, sequence-parallel ones included; None: all.
+            fsdp: ranks over which FSDP shards a copy of the model or of a stage, sequence-parallel ones included; None:
+                all of the stage.
 
         Raises:
             ValueError: the sizes do not divide the ranks.
         """
-        if world_size % (sequence * tensor):
+        of_pipeline = f" x pipeline {pipeline}" if pipeline > 1 else ""
+        if world_size % (sequence * tensor * pipeline):
             raise ValueError(
-                f"{world_size} ranks are not divisible by sequence {sequence} x tensor {tensor}: use sizes that divide "
-                "them"
+                f"{world_size} ranks are not divisible by sequence {sequence} x tensor {tensor}{of_pipeline}: use "
+                "sizes that divide them"
             )
-        fsdp = world_size // tensor if fsdp is None else fsdp
-        if fsdp < 1 or fsdp % sequence or world_size % (fsdp * tensor):
+        of_stage = world_size // pipeline
+        fsdp = of_stage // tensor if fsdp is None else fsdp
+        if fsdp < 1 or fsdp % sequence or of_stage % (fsdp * tensor):
+            where = f"{of_stage} ranks of a stage" if pipeline > 1 else f"{world_size} ranks"
             raise ValueError(
-                f"FSDP cannot shard over {fsdp} of {world_size} ranks with sequence {sequence} and tensor {tensor}: "
-                f"use a multiple of {sequence} that divides {world_size // tensor}"
+                f"FSDP cannot shard over {fsdp} of {where} with sequence {sequence} and tensor {tensor}: "
+                f"use a multiple of {sequence} that divides {of_stage // tensor}"
             )
-        return cls(world_size // (fsdp * tensor), fsdp // sequence, sequence, tensor)
+        return cls(of_stage // (fsdp * tensor), fsdp // sequence, sequence, tensor, pipeline=pipeline)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes in the order of `AXES`."""
-        return self.replicate, self.shard, self.sequence, self.tensor
+        return self.pipeline, self.replicate, self.shard, self.sequence, self.tensor
 
     @property
     def world_size(self) -> int:
@@ -99,14 +110,28 @@ class ParallelDims:
         return math.prod(self.sizes)
 
     @property
+    def of_stage(self) -> int:
+        """Ranks of a pipeline stage; they are consecutive. Without a pipeline, all."""
+        return self.world_size // self.pipeline
+
+    @property
     def fsdp(self) -> int:
-        """Ranks over which FSDP shards a copy of the model, or of this rank's tensor-parallel part of it."""
+        """Ranks over which FSDP shards a copy of the model, or of this rank's stage and tensor-parallel part of it."""
         return self.shard * self.sequence
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that work on the same sequences; they are consecutive."""
+        """Ranks that compute a layer of the same sequences together; they are consecutive."""
         return self.sequence * self.tensor
+
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel ranks, each with its own sequences."""
+        return self.replicate * self.shard
+
+    def shard_of(self, rank: int) -> int:
+        """Return the number of a rank's data-parallel rank."""
+        return rank % self.of_stage // self.model_parallel
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position on each axis."""
@@ -151,7 +176,7 @@ class ParallelMesh:
 
     mesh: the ranks over which FSDP shards parameters and averages gradients; two axes if there are copies of the model.
     sums: the group with this rank and one rank of every other data-parallel rank; None: all ranks. tensor_mesh,
-    sequence: the ranks that work on the same sequences, if there are any.
+    sequence, pipeline: the ranks that work on the same sequences, if there are any.
     """
 
     device: torch.device
@@ -161,6 +186,7 @@ class ParallelMesh:
     sums: dist.ProcessGroup | None = None
     tensor_mesh: DeviceMesh | None = None
     sequence: SequencePeers | None = None
+    pipeline: PipelinePeers | None = None
 
     @property
     def world_size(self) -> int:
@@ -227,6 +253,8 @@ class ParallelMesh:
             groups.append(self.tensor_mesh.get_group())
         if self.sequence is not None:
             groups.append(self.sequence.group)
+        if self.pipeline is not None:
+            groups.append(self.pipeline.group)
         try:
             for group in groups:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -322,12 +350,15 @@ def init_process_group(
 
 def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
     """Create the groups and the mesh in a process group, as every rank must in the same order."""
-    sums, sequence = None, None
-    if dims.model_parallel > 1:
+    sums, sequence, pipeline = None, None, None
+    if dims.num_shards < dims.world_size:
         sums = _group_of(rank, dims.groups(REPLICATE, SHARD), timeout)
     if dims.sequence > 1:
         group = _group_of(rank, dims.groups(SEQUENCE), timeout)
         sequence = SequencePeers(group, dims.coordinates(rank)[SEQUENCE], dims.sequence)
+    if dims.pipeline > 1:
+        group = _group_of(rank, dims.groups(PIPELINE), timeout)
+        pipeline = PipelinePeers(group, dims.coordinates(rank)[PIPELINE], dims.pipeline)
     if dims.fsdp == dims.world_size:
         mesh = init_device_mesh(device.type, (dims.world_size,), mesh_dim_names=(SHARD,))
         return ParallelMesh(device, mesh, rank, dims, sums, sequence=sequence)
@@ -336,11 +367,13 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
     names = tuple(axis for axis, (size, _) in axes.items() if size > 1 or axis == SHARD)
     # Created explicitly, because the groups that torch creates for a mesh have torch's default timeout.
     groups = [_group_of(rank, dims.groups(*axes[axis][1]), timeout) for axis in names]
-    ranks = torch.arange(dims.world_size).view([axes[axis][0] for axis in names])
+    # The ranks of this stage: another one has other parameters.
+    ranks = torch.arange(dims.of_stage) + rank // dims.of_stage * dims.of_stage
+    ranks = ranks.view([axes[axis][0] for axis in names])
     whole = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
     of_fsdp = tuple(axis for axis in names if axis != TENSOR)
     tensor_mesh = whole[TENSOR] if TENSOR in names else None
-    return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence)
+    return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence, pipeline)
 
 
 def _group_of(rank: int, groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:

@@ -145,7 +145,9 @@ class ActorGroup:
     """The actor as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[ActorWorker], spec: PPOJobSpec) -> None:
-        self.group = group.with_peers(spec.actor.num_peers).using({Meta.TEMPERATURE: spec.rollout.temperature})
+        self.group = group.with_peers(spec.actor.num_peers, spec.actor.pipeline_parallel_size).using(
+            {Meta.TEMPERATURE: spec.rollout.temperature}
+        )
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.actor.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.actor.mini_batch_size

@@ -81,7 +81,7 @@ class CriticGroup:
     """The critic as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[CriticWorker], spec: PPOJobSpec) -> None:
-        self.group = group.with_peers(spec.critic.num_peers)
+        self.group = group.with_peers(spec.critic.num_peers, spec.critic.pipeline_parallel_size)
         self._samples = spec.rollout.samples_per_prompt
         self._minibatch_rows = spec.critic.mini_batch_size * self._samples
         num_minibatches = spec.data.train_batch_size // spec.critic.mini_batch_size

@@ -55,7 +55,9 @@ class RefGroup:
     """The reference as the controller calls it."""
 
     def __init__(self, group: WorkerGroup[RefWorker], spec: PPOJobSpec) -> None:
-        self.group = group.with_peers(spec.actor.num_peers).using({Meta.TEMPERATURE: spec.rollout.temperature})
+        self.group = group.with_peers(spec.actor.num_peers, spec.actor.pipeline_parallel_size).using(
+            {Meta.TEMPERATURE: spec.rollout.temperature}
+        )
 
     async def compute_ref_log_prob(self, batch: Table) -> Table:
         """See `RefPort`."""

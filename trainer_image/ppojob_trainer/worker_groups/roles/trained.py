@@ -99,8 +99,13 @@ def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
     """Return how a role's ranks are divided; `training` has the sizes, None: FSDP shards over all ranks."""
     if training is None:
         return ParallelDims.of(world_size)
-    sizes = {"sequence": training.sequence_parallel_size, "tensor": training.tensor_parallel_size}
-    return ParallelDims.of(world_size, fsdp=training.fsdp_size, **sizes)
+    return ParallelDims.of(
+        world_size,
+        fsdp=training.fsdp_size,
+        sequence=training.sequence_parallel_size,
+        tensor=training.tensor_parallel_size,
+        pipeline=training.pipeline_parallel_size,
+    )
 
 
 class TrainedWorker:

@@ -8,6 +8,7 @@ read as part of the new one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +35,11 @@ from ppojob_trainer.engines.train.fsdp.object_storage import (
 )
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.stages import Stage
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "progress"
+GROUPS, PARAMS = "param_groups", "params"
 # Frozen weights are not loaded, so torch must not require all keys; missing ones are found when the checkpoint is read.
 _TRAINED: Final = StateDictOptions(strict=False)
 
@@ -103,7 +106,12 @@ def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel
         random = {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         random = {key: value for key, value in random.items() if key in known}
         state = _state(module, optimizer) | random
+        # The saved groups are those of rank 0's stage.
+        own = [group[PARAMS] for group in state[OPTIMIZER][GROUPS]]
         dcp_load(state, storage_reader=reader)
+        for group, names in zip(state[OPTIMIZER][GROUPS], own, strict=True):
+            group[PARAMS] = names
+        _rename(state[OPTIMIZER], {shared: name for name, shared in _shared(module).items()})
         set_state_dict(
             module,
             optimizer.adamw,
@@ -135,7 +143,26 @@ def _state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
     trained = {name: value for name, value in model_state.items() if name not in frozen}
+    _rename(optimizer_state, _shared(module))
     return {MODEL: trained, OPTIMIZER: optimizer_state, PROGRESS: optimizer.state_dict()}
+
+
+def _shared(module: nn.Module) -> dict[str, str]:
+    """Return the name of a last stage's copy of a tied weight -> the name under which all layouts save its moments."""
+    stage: Stage | None = getattr(module, "stage", None)
+    if stage is None or stage.tied is None or not stage.peers.is_last:
+        return {}
+    embedding, output = (f"language_model.{name}" for name in stage.tied)
+    return {output: embedding}
+
+
+def _rename(optimizer_state: Any, names: Mapping[str, str]) -> None:
+    moments = optimizer_state["state"]
+    for name, other in names.items():
+        if name in moments:
+            moments[other] = moments.pop(name)
+        for group in optimizer_state[GROUPS]:
+            group[PARAMS] = [other if one == name else one for one in group[PARAMS]]
 
 
 def _has_metadata(location: str | Path) -> bool:

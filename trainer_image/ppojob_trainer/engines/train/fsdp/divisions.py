@@ -1,4 +1,4 @@
-"""Checks from its configuration whether a model can be divided by the tensor- and sequence-parallel sizes of the spec.
+"""Checks from its configuration whether a model can be divided by the sizes of the spec: heads, layers, stages.
 
 Called by the engine's check, before anything is loaded. The error names the field of the spec and the size that is not
 divisible.
@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
 from ppojob_trainer.engines.train.model_fit import check_heads, indivisible
+from ppojob_trainer.models.support import FAMILIES, Support
 
-_SEQUENCE, _TENSOR = "sequenceParallelSize", "tensorParallelSize"
+_SEQUENCE, _TENSOR, _PIPELINE = "sequenceParallelSize", "tensorParallelSize", "pipelineParallelSize"
 
 
 def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
@@ -28,11 +29,31 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
     for field, size in sizes.items():
         if size == 1:
             continue
-        if field.endswith(_SEQUENCE):
+        if field.endswith(_PIPELINE):
+            _check_stages(config, text, field, size)
+        elif field.endswith(_SEQUENCE):
             tensor = sizes.get(field.replace(_SEQUENCE, _TENSOR), 1)
             _check_sequence_parallel(text, field, size, tensor)
         else:
             _check_tensor_parallel(text, field, size)
+
+
+def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) -> None:
+    """Check that the model can be cut between any two layers, and has a layer for each stage."""
+    if config.model_type not in FAMILIES:
+        raise ModelMismatchError(
+            f"{field} {size}: {config.model_type} computes with code of its own, which may need all layers in one "
+            "place: set it to 1"
+        )
+    if FAMILIES[config.model_type].pipeline is Support.REFUSED:
+        raise ModelMismatchError(
+            f"{field} {size}: stages of {config.model_type}, a mixture of experts, are not supported: set it to 1"
+        )
+    if text.num_hidden_layers < size:
+        raise ModelMismatchError(
+            f"{field} {size} is more than this {text.model_type}'s num_hidden_layers {text.num_hidden_layers}: use at "
+            "most that"
+        )
 
 
 def _check_tensor_parallel(text: Any, field: str, size: int) -> None:

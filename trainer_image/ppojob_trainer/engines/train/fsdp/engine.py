@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +27,7 @@ from ppojob_trainer.engines.train.batch import (
     build_micro_batches,
     sequence_lengths,
     split_minibatches,
+    widest,
 )
 from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.fsdp import checkpoint
@@ -36,9 +38,12 @@ from ppojob_trainer.engines.train.fsdp.export import export
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.flops import mfu
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off
-from ppojob_trainer.engines.train.fsdp.model import LoadOptions, PolicyModule, ValueModule, load_critic, load_policy
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_critic, load_policy
+from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.passes import InOrder, Passes, Pipelined, Received
+from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -58,6 +63,7 @@ class FSDPEngine:
     _offloader: Offloader
     _max_tokens: int
     _is_reduced_once: bool
+    _passes: Passes
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
@@ -88,10 +94,11 @@ class FSDPEngine:
         read = load_critic if setup.has_value_head else load_policy
         self.parallel = parallel
         self.module = read(setup.path, options, parallel, seed=setup.seed)
-        self._optimizer = None if setup.objective is None else Optimizer(self.module, training, total_steps)
+        self._optimizer = None if setup.objective is None else self._make_optimizer(total_steps)
         adamw = self._optimizer.adamw if self._optimizer is not None else None
         self._offloader = Offloader(self.module, setup.model.offload, parallel.device, adamw)
         self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
+        self._passes = self._make_passes()
         # Of a whole micro-batch; with sequence parallelism a rank computes a slice of it.
         self._max_tokens = training.max_tokens_per_gpu * parallel.sequence_size
 
@@ -111,25 +118,24 @@ class FSDPEngine:
         """See `TrainEngine`."""
         (plan,) = self._plans([batch])
         mask = batch.ragged(Keys.RESPONSE_MASK)
-        width = int(mask.lengths.max())
-        temperature = self._temperature(batch)
-        found: list[tuple[Tensor, Sequence[Tensor]]] = []
+        micros = self._micro_batches(batch, plan, (), int(mask.lengths.max()))
+        compute = partial(self._compute, self._temperature(batch))
         self.module.eval()
         with self._offloader.on_device(), nullcontext() if with_adapters else adapters_off(self.module):
-            for micro in self._micro_batches(batch, plan, (), width):
-                found.append((micro.indices, self._outputs(micro, temperature)))
-            order = torch.cat([indices for indices, _ in found]).argsort()
-            columns = {
-                name: Ragged.concat([mask.take(at).unpadded(each[number].float().cpu()) for at, each in found])
-                for number, name in enumerate(self.setup.outputs)
-            }
+            found = self._passes.forward(micros, plan.number, self._width(batch, plan), compute)
+            columns = {name: _column(mask, found, number) for number, name in enumerate(self.setup.outputs)}
             # A pass without backward leaves parameters gathered, and the copies would be stale after the next update.
             _reshard(self.module)
-        return DataProto.from_dict({name: column.take(order) for name, column in columns.items()})
+        if self.parallel.pipeline is not None:
+            last = self.parallel.pipeline.size - 1
+            for column in columns.values():
+                self.parallel.pipeline.broadcast(column.values, last)
+        return DataProto.from_dict(columns)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """See `TrainEngine`."""
-        objective, optimizer, temperature = self.objective, self.optimizer, self._temperature(batch)
+        objective, optimizer = self.objective, self.optimizer
+        compute = partial(self._compute, self._temperature(batch))
         epochs, width = _entry(batch, EngineMeta.EPOCHS), _entry(batch, EngineMeta.RESPONSE_LENGTH)
         minibatches = split_minibatches(batch, _entry(batch, EngineMeta.NUM_MINI_BATCHES))
         columns = objective.columns(batch)
@@ -142,17 +148,12 @@ class FSDPEngine:
             sums: dict[str, Tensor] = {}
             norms: list[Tensor] = []
             for minibatch, denominator, plan in steps:
-                for number, micro in enumerate(self._micro_batches(minibatch, plan, columns, width), start=1):
-                    self._reduce_gradients(is_last=number == plan.number)
-                    outputs = self._outputs(micro, temperature)
-                    loss, shares = objective.loss(outputs, micro.fields, denominator)
-                    # FSDP averages gradients over ranks, and the shares of all ranks must add up.
-                    torch.autograd.backward(loss * self.parallel.num_averaged)
-                    _add(sums, shares)
-                    # The next forward pass must not find this graph in memory.
-                    del outputs, loss
+                micros = self._micro_batches(minibatch, plan, columns, width)
+                loss = partial(self._loss, denominator, sums)
+                self._passes.backward(micros, plan.number, self._width(minibatch, plan), compute, loss)
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
+                sum_tied_gradients(self.module.language_model, self.module.stage)
                 norm = optimizer.clip()
                 self._saves.wait_until_copied()
                 optimizer.step(norm)
@@ -169,13 +170,14 @@ class FSDPEngine:
 
     def weights(self) -> ShardedWeights:
         """See `TrainEngine`."""
-        return ShardedWeights(self.module.language_model, on_device=self._offloader.on_device, dtype=self.setup.dtype)
+        module = self.module
+        return ShardedWeights(module.language_model, self.setup.dtype, self._offloader.on_device, module.stage)
 
     def export(self, folder: Path) -> None:
         """See `TrainEngine`."""
         lora = getattr(self.setup.model, "lora", None)
         with self._offloader.on_device():
-            export(folder, self.module.language_model, Path(self.setup.path), self.parallel, lora)
+            export(folder, self.module.language_model, Path(self.setup.path), self.parallel, lora, self.module.stage)
 
     def save(self, location: str | Path, *, in_background: bool = False) -> None:
         """See `TrainEngine`."""
@@ -191,12 +193,39 @@ class FSDPEngine:
         with self._offloader.on_device(moments=True):
             checkpoint.load(location, self.module, self.optimizer, self.parallel)
 
-    def _outputs(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
-        """Return the model's outputs for a micro-batch, float32 [b, R] each."""
+    def _make_optimizer(self, total_steps: int) -> Optimizer:
+        module, stage = self.module, self.module.stage
+        copy = None if stage is None or stage.copy is None else module.language_model.get_parameter(stage.copy)
+        return Optimizer(module, self.setup.training, total_steps, self.parallel.pipeline, copy)
+
+    def _make_passes(self) -> Passes:
+        peers = self.parallel.pipeline
+        if peers is None:
+            return InOrder(self._reduce_gradients)
+        width = self.module.language_model.config.get_text_config().hidden_size
+        hidden = torch.zeros(width, dtype=self.setup.dtype, device=self.parallel.device)
+        return Pipelined(peers, hidden, self._reduce_gradients)
+
+    def _compute(self, temperature: float, micro: MicroBatch, received: Received | None) -> tuple[Tensor, ...]:
+        """Return the model's outputs for a micro-batch, float32 [b, R] each; or a stage's hidden states."""
+        outputs: tuple[Tensor, ...]
         if isinstance(self.module, PolicyModule):
-            log_probs, entropies = self.module(micro.tokens, temperature)
-            return micro.spread(log_probs), micro.spread(entropies)
-        return (micro.spread(self.module(micro.tokens)),)
+            outputs = self.module(micro.tokens, temperature, received)
+        else:
+            outputs = (self.module(micro.tokens, received),)
+        if is_sent(self.module.stage):
+            return outputs
+        return tuple(micro.spread(each) for each in outputs)
+
+    def _loss(
+        self, denominator: Denominators, sums: dict[str, Tensor], micro: MicroBatch, outputs: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return what the backward pass of a micro-batch begins with; add the shares of its metrics to `sums`."""
+        loss, shares = self.objective.loss(outputs, micro.fields, denominator)
+        for name, share in shares.items():
+            sums[name] = sums[name] + share if name in sums else share
+        # FSDP averages gradients over ranks, and the shares of all ranks must add up.
+        return loss * self.parallel.num_averaged
 
     def _micro_batches(
         self, part: DataProto, plan: MicroBatchPlan, columns: Sequence[str], width: int
@@ -204,16 +233,22 @@ class FSDPEngine:
         return build_micro_batches(part, plan, columns, width, self.parallel.device, self.parallel.sequence)
 
     def _plans(self, parts: Sequence[DataProto]) -> list[MicroBatchPlan]:
-        """Return how each part is divided; all ranks have equally many micro-batches."""
-        mine = [num_micro_batches(sequence_lengths(part), self._max_tokens) for part in parts]
+        """Return how each part is divided; all ranks have equally many micro-batches, a pipeline enough for 1F1B."""
+        stages = self.parallel.dims.pipeline
+        mine = [
+            max(num_micro_batches(sequence_lengths(part), self._max_tokens), min(stages, len(part))) for part in parts
+        ]
         return [MicroBatchPlan(int(most), self._max_tokens) for most in self.parallel.max(torch.tensor(mine))]
+
+    def _width(self, part: DataProto, plan: MicroBatchPlan) -> int:
+        return widest(part, plan, self.parallel.sequence)
 
     def _denominators(self, minibatches: Sequence[DataProto]) -> list[Denominators]:
         """Return what the losses of each minibatch are divided by, counted over all ranks."""
         mine = [Denominators.of(part.padded(Keys.RESPONSE_MASK)).to_tensor() for part in minibatches]
         return [Denominators.from_tensor(row) for row in self.parallel.sum(torch.stack(mine))]
 
-    def _reduce_gradients(self, *, is_last: bool) -> None:
+    def _reduce_gradients(self, is_last: bool) -> None:
         """Where the model stays gathered, sum gradients over the ranks only in a step's last micro-batch."""
         if self._is_reduced_once:
             cast(FSDPModule, self.module).set_requires_gradient_sync(is_last)
@@ -222,21 +257,24 @@ class FSDPEngine:
         lengths = batch.ragged(Keys.INPUT_IDS).lengths.double()
         policy_tokens = batch.ragged(Keys.RESPONSE_MASK).values.sum().double()
         work = torch.stack([lengths.sum(), policy_tokens, lengths.square().sum()]) * epochs
-        shares = torch.stack([share.double() for share in sums.values()]).cpu()
+        # A pipeline's stages before the last have none.
+        shares = torch.stack([share.double() for share in sums.values()]).cpu() if sums else work[:0]
         *summed, tokens, policy, pairs = self.parallel.sum(torch.cat([shares, work])).tolist()
         result.shares = dict(zip(sums, summed, strict=True))
+        if self.parallel.pipeline is not None:
+            result.shares = self.parallel.pipeline.of_last(result.shares)
         result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
 
     def _warm_up_update(self, batch: DataProto) -> None:
         """Run an update's forward and backward pass, and drop the gradients."""
-        objective, temperature = self.objective, self._temperature(batch)
+        objective, compute = self.objective, partial(self._compute, self._temperature(batch))
         denominators = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
         (plan,) = self._plans([batch])
         self.module.train()
         width = _entry(batch, EngineMeta.RESPONSE_LENGTH)
-        for micro in self._micro_batches(batch, plan, objective.columns(batch), width):
-            loss, _ = objective.loss(self._outputs(micro, temperature), micro.fields, denominators)
-            torch.autograd.backward(loss)
+        micros = self._micro_batches(batch, plan, objective.columns(batch), width)
+        loss = partial(self._loss, denominators, {})
+        self._passes.backward(micros, plan.number, self._width(batch, plan), compute, loss)
         _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
 
@@ -245,9 +283,13 @@ class FSDPEngine:
         return 1.0 if self.setup.has_value_head else float(_meta(batch, Meta.TEMPERATURE))
 
 
-def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
-    for name, share in shares.items():
-        sums[name] = sums[name] + share if name in sums else share
+def _column(mask: Ragged, found: Sequence[tuple[Tensor, Sequence[Tensor]]], number: int) -> Ragged:
+    """Return an output of all rows in their order; zeros where another pipeline stage has it."""
+    if not found:
+        return mask.with_values(torch.zeros(len(mask.values)))
+    order = torch.cat([indices for indices, _ in found]).argsort()
+    parts = [mask.take(at).unpadded(outputs[number].float().cpu()) for at, outputs in found]
+    return Ragged.concat(parts).take(order)
 
 
 def _entry(batch: DataProto, key: str) -> int:

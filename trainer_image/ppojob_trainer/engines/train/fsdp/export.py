@@ -31,6 +31,7 @@ from ppojob_trainer.engines.train.fsdp.background_saves import first_line
 from ppojob_trainer.engines.train.fsdp.checkpoint import refuse_existing
 from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, plan_files
 from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, write_adapters
+from ppojob_trainer.engines.train.fsdp.stages import Stage
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.exports.target import MANIFEST
@@ -50,7 +51,12 @@ _NOT_COPIED: Final = (
 
 
 def export(
-    folder: Path, language_model: PreTrainedModel, source: Path, parallel: ParallelMesh, lora: LoRA | None = None
+    folder: Path,
+    language_model: PreTrainedModel,
+    source: Path,
+    parallel: ParallelMesh,
+    lora: LoRA | None = None,
+    stage: Stage | None = None,
 ) -> None:
     """Write a HuggingFace folder with bfloat16 weights, and the tokenizer of `source`. Collective; all ranks write.
 
@@ -63,7 +69,7 @@ def export(
     refuse_existing(folder, parallel)
     # On each host: a network file system may remember that there was no such folder.
     folder.mkdir(parents=True, exist_ok=True)
-    weights = ShardedWeights(language_model)
+    weights = ShardedWeights(language_model, stage=stage)
     groups = [_PlannedGroup.of(language_model, group) for group in _groups(_empty(language_model, weights))]
     planned = {name: tensor for group in groups for name, tensor in group.written.items()}
     plan = plan_files(planned, parallel.world_size, SHARD_BYTES)

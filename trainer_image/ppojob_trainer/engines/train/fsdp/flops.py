@@ -21,6 +21,7 @@ from torch import nn
 from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import UpdateResult
+from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
 # Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS: Final[dict[str, float]] = {
@@ -44,11 +45,18 @@ def mfu(backbone: nn.Module, result: UpdateResult, parallel: ParallelMesh, num_o
     peak = peak_flops(parallel.device)
     if peak is None or result.seconds <= 0:
         return None
-    return model_flops(backbone, result, num_outputs) / (result.seconds * parallel.world_size * peak)
+    flops = model_flops(backbone, result, num_outputs, parallel.pipeline)
+    return flops / (result.seconds * parallel.world_size * peak)
 
 
-def model_flops(backbone: nn.Module, result: UpdateResult, num_outputs: int) -> float:
-    """Return the operations of forward and backward over all ranks; see the module's docstring."""
+def model_flops(
+    backbone: nn.Module, result: UpdateResult, num_outputs: int, peers: PipelinePeers | None = None
+) -> float:
+    """Return the operations of forward and backward over all ranks; see the module's docstring.
+
+    Args:
+        peers: of a pipeline stage, which has some of the layers. Collective with them.
+    """
     config: Any = backbone.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
@@ -56,6 +64,8 @@ def model_flops(backbone: nn.Module, result: UpdateResult, num_outputs: int) -> 
         _operations(parameter) * parameter.numel() * active_share(parameter, config)
         for parameter in backbone.get_submodule("layers").parameters()
     )
+    if peers is not None:
+        matrices = float(peers.sum(torch.tensor(matrices, dtype=torch.float64)))
     attention = 6.0 * int(config.num_hidden_layers) * int(width)
     # The output layer is trained, or frozen, with the embeddings.
     output = _operations(next(backbone.parameters())) * num_outputs * int(config.hidden_size)

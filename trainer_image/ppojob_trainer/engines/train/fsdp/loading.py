@@ -144,8 +144,13 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
 
 
-def load_weights(model: PreTrainedModel, weights: Weights, conversions: Conversions) -> list[str]:
+def load_weights(
+    model: PreTrainedModel, weights: Weights, conversions: Conversions, aliases: Mapping[str, str] | None = None
+) -> list[str]:
     """Read this rank's shards of all parameters and stored buffers, adapters excepted.
+
+    Args:
+        aliases: names of tied parameters that the model lacks -> those that it has, see `stages`.
 
     Returns:
         The names of parameters that the checkpoint does not have.
@@ -165,6 +170,7 @@ def load_weights(model: PreTrainedModel, weights: Weights, conversions: Conversi
     computed: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     for name in sorted(weights, key=dot_natural_key):
         target, pattern = conversions.target(name, targets)
+        target = (aliases or {}).get(target, target)
         if target not in targets:
             continue
         if pattern is None:

@@ -1,13 +1,14 @@
-"""Models as the engines train them: from HuggingFace, sharded by FSDP2, with a forward pass on packed tokens.
+"""Models as the engines train them: from HuggingFace, cut to a pipeline stage, sharded by FSDP2.
 
-Called by the engine. The model's own output layer is not called: `maths.log_probs` goes
-from hidden states to log-probs in chunks. Each rank reads its own shards of the checkpoint (`loading`), so a host holds
-the model once however many ranks it has. It refuses models whose output is more than a linear layer.
+Called by the engine. `modules` has the forward pass on packed tokens. The model's own output layer is not called:
+`maths.log_probs` goes from hidden states to log-probs in chunks. Each rank reads its own shards of the checkpoint
+(`loading`), so a host holds the model once however many ranks it has. It refuses models whose output is more than a
+linear layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -21,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from ppojob_api.v1alpha1.model import FrozenModel, LoRA, TrainedModel
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
-from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import add_counts
@@ -36,11 +36,11 @@ from ppojob_trainer.engines.train.fsdp.loading import (
     write_shard,
 )
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
-from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
+from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
+from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import read_config
-from ppojob_trainer.maths.log_probs import linear_log_probs
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
@@ -93,68 +93,6 @@ class LoadOptions:
         )
 
 
-class PolicyModule(nn.Module):
-    """A causal language model that returns the log-probs of given tokens."""
-
-    def __init__(self, language_model: PreTrainedModel, *, activation_offload: bool = False) -> None:
-        super().__init__()
-        self.language_model = language_model
-        self.activation_offload = activation_offload
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The decoder without its output layer."""
-        return self.language_model.get_submodule(self.language_model.base_model_prefix)
-
-    @property
-    def output_layer(self) -> nn.Linear:
-        """The layer from hidden states to logits; its weight may be the embedding's."""
-        layer = self.language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        assert isinstance(layer, nn.Linear), f"the output layer is {type(layer).__name__}"
-        return layer
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of logits."""
-        return self.output_layer.out_features
-
-    def forward(self, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the N labels, float32 [N], at `temperature`."""
-        with activations_on_host(is_enabled=self.activation_offload):
-            hidden = _hidden(self.backbone, tokens)
-        return linear_log_probs(hidden, local(self.output_layer.weight), tokens.labels, temperature)
-
-
-class ValueModule(nn.Module):
-    """A decoder with a value head, which computes in float32: values are compared by small differences."""
-
-    def __init__(
-        self, language_model: PreTrainedModel, value_head: nn.Linear, *, activation_offload: bool = False
-    ) -> None:
-        super().__init__()
-        self.language_model = language_model
-        self.activation_offload = activation_offload
-        self.value_head = value_head
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The decoder."""
-        return self.language_model
-
-    @property
-    def num_outputs(self) -> int:
-        """0: the value head is too small to count."""
-        return 0
-
-    def forward(self, tokens: PackedTokens) -> Tensor:
-        """Return the N values, float32 [N]."""
-        with activations_on_host(is_enabled=self.activation_offload):
-            hidden = _hidden(self.backbone, tokens)
-        values: Tensor = self.value_head(hidden.float())
-        # FSDP adds hooks to a module's outputs, and warns if they are views.
-        return values.squeeze(-1).clone()
-
-
 def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed: int = 0) -> PolicyModule:
     """Load a causal language model and shard it; `seed` is that of new adapters.
 
@@ -165,7 +103,7 @@ def load_policy(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
     config = read_config(path, trust_remote_code=options.trust_remote_code)
     module, conversions = build_policy(config, options, parallel)
     allocate(module, parallel.device)
-    _fill(path, module, conversions, initial_adapters(module, seed))
+    _fill(path, module, conversions, _initial_adapters(AutoModelForCausalLM, module, config, options, seed))
     return module
 
 
@@ -185,6 +123,7 @@ def build_policy(
             f"{config.model_type} in {config.name_or_path} has a bias in its output layer, which is not supported: use "
             "a model without it"
         )
+    module.stage = _cut(AutoModelForCausalLM, language_model, module.backbone, options, parallel)
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
     _shard(module, module.backbone, options, parallel)
@@ -203,7 +142,8 @@ def load_critic(path: str, options: LoadOptions, parallel: ParallelMesh, *, seed
     config = read_config(path, trust_remote_code=options.trust_remote_code)
     module, conversions = build_critic(config, options, parallel)
     allocate(module, parallel.device)
-    _fill(path, module, conversions, initial_adapters(module, seed), head_seed=seed)
+    adapters = _initial_adapters(AutoModel, module, config, options, seed)
+    _fill(path, module, conversions, adapters, head_seed=seed)
     return module
 
 
@@ -219,22 +159,52 @@ def build_critic(
     language_model = _build(AutoModel, config, options)
     head = nn.Linear(config.hidden_size, 1, device="meta")
     module = ValueModule(language_model, head, activation_offload=options.activation_offload)
+    module.stage = _cut(AutoModel, language_model, module.backbone, options, parallel)
+    if is_sent(module.stage):
+        module.value_head = None
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # It is so small that a second message for it would cost more than keeping it.
-    fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
+    if module.value_head is not None:
+        # It is so small that a second message for it would cost more than keeping it.
+        fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
     _shard(module, module.backbone, options, parallel)
     return module, conversions
 
 
-def _hidden(backbone: nn.Module, tokens: PackedTokens) -> Tensor:
-    """Return hidden states [N, D] at the positions that predict a token of the policy."""
-    output = backbone(
-        input_ids=tokens.input_ids, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden.index_select(0, tokens.rows)
+def _cut(
+    auto: Any, language_model: PreTrainedModel, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh
+) -> Stage | None:
+    """Cut a whole model to this rank's pipeline stage, if there is a pipeline.
+
+    Raises:
+        ModelUnsupportedError: the model cannot be divided into stages.
+    """
+    if parallel.pipeline is None:
+        return None
+    layers = _layers(backbone)
+    whole = _whole(auto, language_model.config, options)
+    return cut(language_model, backbone, parts_of(whole, len(layers), parallel.pipeline.size), parallel.pipeline)
+
+
+def _whole(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """Build a whole model with its adapters, without memory: for the names and shapes of all stages."""
+    whole = _build(auto, config, options)
+    if options.lora is not None:
+        add_adapters(_layers(whole.base_model), options.lora)
+    return whole
+
+
+def _initial_adapters(
+    auto: Any, module: PolicyModule | ValueModule, config: PretrainedConfig, options: LoadOptions, seed: int
+) -> dict[str, Tensor]:
+    """Return the initial adapters of the module by their names in it, those of a stage as those of the whole model."""
+    if options.lora is None or module.stage is None:
+        return initial_adapters(module, seed)
+    mine = dict(module.named_parameters())
+    drawn = initial_adapters(_whole(auto, config, options), seed)
+    named = {f"language_model.{name}": tensor for name, tensor in drawn.items()}
+    return {name: tensor for name, tensor in named.items() if name in mine}
 
 
 def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -257,12 +227,10 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
 
 
 def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:
-    layers = getattr(backbone, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
     if options.lora is not None:
         # The layers are divided by now, and each adapter is divided as its layer.
-        add_adapters(layers, options.lora)
+        add_adapters(_layers(backbone), options.lora)
+    layers = [layer for layer in _layers(backbone) if not isinstance(layer, Elsewhere)]
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in layers:
         if options.gradient_checkpointing:
@@ -280,6 +248,18 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         sharded.set_reshard_after_backward(False)
 
 
+def _layers(backbone: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers.
+
+    Raises:
+        ModelUnsupportedError: they are not where they are expected.
+    """
+    layers = getattr(backbone, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
+    return layers
+
+
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Compute a layer's `forward` with gradient checkpointing.
 
@@ -290,7 +270,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return activation_checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
-def layers_of_messages(layers: nn.ModuleList, dtype: torch.dtype) -> Iterator[list[nn.Module]]:
+def layers_of_messages(layers: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[list[nn.Module]]:
     """Yield the layers in order, in groups of about `MESSAGE_BYTES`."""
     together: list[nn.Module] = []
     size = 0
@@ -317,14 +297,18 @@ def _fill(
         ModelNotFoundError: the checkpoint cannot be read, or lacks a parameter.
     """
     with open_weights(path) as weights:
-        missing = load_weights(module.language_model, weights, conversions)
+        aliases = {} if module.stage is None else module.stage.aliases
+        missing = load_weights(module.language_model, weights, conversions, aliases)
     if missing:
         raise ModelNotFoundError(
             f"model path {path} has no weights for {', '.join(missing[:4])}: use the checkpoint of a "
             f"{module.language_model.config.model_type}"
         )
     parameters = module.state_dict()
-    head = {} if head_seed is None else _value_head(path, parameters["value_head.weight"].shape[1], head_seed)
+    head: dict[str, Tensor] = {}
+    # Of a pipeline, the last stage has it.
+    if head_seed is not None and "value_head.weight" in parameters:
+        head = _value_head(path, parameters["value_head.weight"].shape[1], head_seed)
     for name, tensor in {**adapters, **head}.items():
         write_shard(parameters[name], tensor, name)
 

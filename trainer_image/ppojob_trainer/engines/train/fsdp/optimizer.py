@@ -19,14 +19,29 @@ from torch.distributed.tensor import DTensor
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import NonFiniteError
 from ppojob_trainer.engines.train.learning_rate import learning_rate_factor
+from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
 
 class Optimizer:
     """See the module's docstring."""
 
-    def __init__(self, module: nn.Module, training: ActorSpec | CriticSpec, total_steps: int) -> None:
-        """Create the optimizer for a sharded module's trainable parameters; `total_steps`: updates of the run."""
+    def __init__(
+        self,
+        module: nn.Module,
+        training: ActorSpec | CriticSpec,
+        total_steps: int,
+        peers: PipelinePeers | None = None,
+        copy: nn.Parameter | None = None,
+    ) -> None:
+        """Create the optimizer for a sharded module's trainable parameters.
+
+        Args:
+            total_steps: updates of the run.
+            peers: of a pipeline stage; the norm is that of all stages.
+            copy: of a tied parameter, which an earlier stage has too: it counts once.
+        """
         self.training = training
+        self._peers, self._copy = peers, copy
         self.parameters: list[nn.Parameter] = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
@@ -50,8 +65,11 @@ class Optimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradient to `gradClip`; return its norm before that, float32 [] on the device. Collective."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        counted = (parameter for parameter in self.parameters if parameter is not self._copy)
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         norm = _full(torch.nn.utils.get_total_norm(gradients))
+        if self._peers is not None:
+            norm = self._peers.sum(norm.square()).sqrt()
         if self.training.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
         return norm

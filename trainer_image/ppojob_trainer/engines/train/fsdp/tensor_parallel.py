@@ -62,7 +62,9 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     styles = {_pattern(name): _STYLES[style] for name, style in plan_of(language_model.config).items()}
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     embeddings, output = language_model.get_input_embeddings(), language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    is_tied = output is not None and output.weight is embeddings.weight
+    # A pipeline stage may have one of the two, or neither.
+    weights = [getattr(part, "weight", None) for part in (embeddings, output)]
+    is_tied = weights[0] is weights[1] is not None
     names = {id(part): name for name, part in backbone.named_modules()}
     for part in list(module.modules()):
         if not any(True for _ in part.parameters(recurse=False)) or (is_tied and part is output):

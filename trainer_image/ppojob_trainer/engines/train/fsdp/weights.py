@@ -2,13 +2,16 @@
 
 Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. A decoder
 layer is gathered at once by FSDP itself, with those that it travels with in a forward pass: a message for each of its
-parameters costs more than their bytes. Adapters are merged into the weights that they belong to, in float32, so the
+parameters costs more than their bytes. Of a pipeline, each stage gathers its layers when it is their turn, and
+broadcasts them to the other stages in one message a layer: all ranks go through the whole model in the same order, so
+every rank may be a sender. Adapters are merged into the weights that they belong to, in float32, so the
 rollout engine knows nothing of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import cast
@@ -19,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
+from ppojob_trainer.engines.train.fsdp.stages import Part, Stage
 from ppojob_trainer.engines.train.mesh import SHARD
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
@@ -31,24 +35,39 @@ class ShardedWeights:
         language_model: nn.Module,
         dtype: torch.dtype = torch.bfloat16,
         on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
+        stage: Stage | None = None,
     ) -> None:
         """Take the parameters of `language_model`.
 
         Args:
             dtype: what is sent; bfloat16 halves what float32 would cost.
             on_device: makes sure that the parameters are on the device while they are gathered.
+            stage: of a model that is a pipeline stage.
         """
         self._language_model, self._dtype, self._on_device = language_model, dtype, on_device
+        self._stage = stage
         self._layers = _layers(language_model)
 
     def specs(self) -> list[TensorSpec]:
         """Return the parameters in the order of `gather`."""
         dtype = str(self._dtype).removeprefix("torch.")
+        if self._stage is not None:
+            parts = (part for part in self._stage.parts if not is_adapter(part.name))
+            return [TensorSpec(part.name, part.shape, dtype) for part in parts]
         return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._parameters()]
 
     @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
+        if self._stage is None:
+            yield from self._gather_own()
+            return
+        parts = [part for part in self._stage.parts if not is_adapter(part.name)]
+        for _, tensor in self._of_stages(self._stage, parts, self._gather_own(), self._dtype):
+            yield tensor
+
+    def _gather_own(self) -> Iterator[Tensor]:
+        """Yield the parameters that this rank's stage owns."""
         names = (name for name, _ in self._parameters())
         with self._on_device(), ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
@@ -61,10 +80,30 @@ class ShardedWeights:
     @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' parameters, whole, in float32, under their names. Collective."""
+        named = self._language_model.named_parameters()
+        own = ((name, _full(parameter.detach())) for name, parameter in named if is_adapter(name))
         with self._on_device():
-            for name, parameter in self._language_model.named_parameters():
-                if is_adapter(name):
-                    yield name, _full(parameter.detach())
+            if self._stage is None:
+                yield from own
+                return
+            parts = [part for part in self._stage.parts if is_adapter(part.name)]
+            yield from self._of_stages(self._stage, parts, (tensor for _, tensor in own), torch.float32)
+
+    def _of_stages(
+        self, stage: Stage, parts: Sequence[Part], own: Iterator[Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all stages by name, in the order of `parts`; `own` are those of this stage."""
+        device = next(self._language_model.parameters()).device
+        for owner, group in stage.together(parts):
+            sizes = [math.prod(part.shape) for part in group]
+            if owner == stage.peers.stage:
+                flat = torch.cat([next(own).reshape(-1) for _ in group])
+            else:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            stage.peers.broadcast(flat, owner)
+            for part, tensor in zip(group, torch.split(flat, sizes), strict=True):
+                yield part.name, tensor.view(part.shape)
+        assert next(own, None) is None, "the stage has more parameters than it owns"
 
     def _whole(self, name: str) -> Tensor:
         parameter = self._language_model.get_parameter(name).detach()
@@ -77,7 +116,8 @@ class ShardedWeights:
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         # A list, because gathering a layer replaces its shards by other parameters.
         named = list(self._language_model.named_parameters())
-        return ((name, parameter) for name, parameter in named if not is_adapter(name))
+        copy = None if self._stage is None else self._stage.copy
+        return ((name, parameter) for name, parameter in named if not is_adapter(name) and name != copy)
 
 
 def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:

@@ -1,0 +1,174 @@
+"""Divides a decoder into pipeline stages: a rank keeps its layers, and modules without parameters replace the others.
+
+    stage 0            embedding, its layers
+    others             their layers
+    the last stage     its layers, the final norm, and the output layer or the value head
+
+Called by `model` while a model is built without memory, so no rank reads another stage's weights. All modules keep
+their names, so checkpoints, weights and exports have those of the whole model. transformers' own forward pass calls
+the remaining modules: a later stage gives it the previous stage's hidden states in place of embedded tokens.
+
+A tied embedding is a parameter of stage 0 and of the last stage. Both add the other's gradient (`sum_tied_gradients`),
+so they make the same steps and stay equal in every bit. Norm and optimizer state count it once, under the embedding's
+name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+from ppojob_trainer.engines.train.pipeline import PipelinePeers
+
+__all__ = ["Elsewhere", "Part", "Stage", "cut", "layers_of_stage", "parts_of", "sum_tied_gradients"]
+
+_LAYER: Final = re.compile(r"(?:^|.*?\.)layers\.(\d+)\.")
+
+
+class Elsewhere(nn.Module):
+    """Takes the place of a layer or a norm that another stage computes: the hidden states pass through."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the hidden states."""
+        return hidden
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of the whole model, and the stage that has it; of a tied one, stage 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank's stage. parts: the parameters of the whole model in order, tied ones once, with those of adapters.
+
+    tied: the names of the embedding's and of the output layer's weight if they are one parameter.
+    """
+
+    peers: PipelinePeers
+    parts: tuple[Part, ...]
+    tied: tuple[str, str] | None = None
+
+    @cached_property
+    def copy(self) -> str | None:
+        """The name of a tied weight on the last stage, which is the copy of stage 0's."""
+        return self.tied[1] if self.tied is not None and self.peers.is_last else None
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """The tied weight's name that this stage does not have -> the one that it has."""
+        if self.tied is None or not (self.peers.is_first or self.peers.is_last):
+            return {}
+        embedding, output = self.tied
+        return {embedding: output} if self.peers.is_last else {output: embedding}
+
+    def together(self, parts: Sequence[Part]) -> Iterator[tuple[int, list[Part]]]:
+        """Yield the stage and parts of each layer, which are sent in one message; other parts alone."""
+
+        def key(part: Part) -> tuple[int, str]:
+            layer = _LAYER.match(part.name)
+            return part.stage, layer[0] if layer else part.name
+
+        for (stage, _), group in groupby(parts, key):
+            yield stage, list(group)
+
+
+def layers_of_stage(num_layers: int, stage: int, size: int) -> range:
+    """Return the numbers of a stage's layers. The later stages have fewer: the last one has the output layer, too."""
+    each, more = divmod(num_layers, size)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def parts_of(language_model: PreTrainedModel, num_layers: int, size: int) -> tuple[Part, ...]:
+    """Return the parameters of a whole model, as they are divided over `size` stages."""
+    stage_of = {layer: stage for stage in range(size) for layer in layers_of_stage(num_layers, stage, size)}
+    embedding = {id(parameter) for parameter in _embedding(language_model).parameters()}
+    found = []
+    for name, parameter in language_model.named_parameters():
+        layer = _LAYER.match(name)
+        outside = 0 if id(parameter) in embedding else size - 1
+        found.append(Part(name, tuple(parameter.shape), stage_of[int(layer[1])] if layer else outside))
+    return tuple(found)
+
+
+def cut(language_model: PreTrainedModel, backbone: nn.Module, parts: tuple[Part, ...], peers: PipelinePeers) -> Stage:
+    """Remove from a whole model what other stages have; it holds this decoder, and may be the decoder itself.
+
+    Args:
+        parts: of the whole model, with adapters.
+
+    Raises:
+        ModelUnsupportedError: it stores buffers, whose stage is unknown.
+    """
+    named = dict(language_model.named_buffers())
+    if stored := sorted(named.keys() & language_model.state_dict().keys()):
+        raise ModelUnsupportedError(
+            f"{language_model.config.model_type} stores buffers ({', '.join(stored[:4])}), which pipeline stages do "
+            "not support: set pipelineParallelSize to 1"
+        )
+    tied = _tied(language_model)
+    embedding, output = _embedding(language_model), language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers = backbone.get_submodule("layers")
+    mine = layers_of_stage(len(list(layers.children())), peers.stage, peers.size)
+    for name, layer in list(layers.named_children()):
+        if int(name) not in mine:
+            _replace(language_model, layer)
+    for child in list(backbone.children()):
+        is_mine = peers.is_first if child is embedding else peers.is_last
+        if child is not layers and not is_mine and any(True for _ in child.parameters()):
+            _replace(language_model, child)
+    if output is not None and not peers.is_last:
+        _replace(language_model, output)
+    return Stage(peers, parts, tied)
+
+
+def sum_tied_gradients(language_model: nn.Module, stage: Stage | None) -> None:
+    """Add the other stage's gradient of a tied weight, on the first and on the last stage.
+
+    Called when no parameter is gathered: FSDP's gradients are those of the shards.
+    """
+    if stage is None or stage.tied is None or not (stage.peers.is_first or stage.peers.is_last):
+        return
+    weight = language_model.get_parameter(stage.tied[stage.peers.is_last])
+    if not weight.requires_grad:
+        return
+    assert weight.grad is not None, "both stages compute with a tied weight, so both have a gradient"
+    mine = local(weight.grad)
+    with torch.no_grad():
+        # The sum of two numbers does not depend on their order, so both stages have the same one.
+        mine.add_(stage.peers.of_other_end(mine.contiguous()))
+
+
+def _tied(language_model: PreTrainedModel) -> tuple[str, str] | None:
+    output = language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embedding = _embedding(language_model)
+    if output is None or output.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in language_model.named_modules()}
+    return f"{names[id(embedding)]}.weight", f"{names[id(output)]}.weight"
+
+
+def _embedding(language_model: PreTrainedModel) -> nn.Module:
+    found: nn.Module = language_model.get_input_embeddings()
+    return found
+
+
+def _replace(root: nn.Module, module: nn.Module) -> None:
+    name = next(name for name, part in root.named_modules() if part is module)
+    owner, _, last = name.rpartition(".")
+    setattr(root.get_submodule(owner), last, Elsewhere())
