@@ -52,8 +52,9 @@ class PolicyModule(nn.Module):
             hidden = _hidden(self.backbone, tokens, received)
         if is_sent(self.stage):
             return (_to_send(hidden, received),)
-        weight = local(self.output_layer.weight)
-        return linear_log_probs(hidden.index_select(0, tokens.rows), weight, tokens.labels, temperature)
+        # Under the same name: the hidden states of all tokens are freed before the logits take memory.
+        hidden = hidden.index_select(0, tokens.rows)
+        return linear_log_probs(hidden, local(self.output_layer.weight), tokens.labels, temperature)
 
 
 class ValueModule(nn.Module):
@@ -88,7 +89,9 @@ class ValueModule(nn.Module):
             hidden = _hidden(self.backbone, tokens, received)
         if self.value_head is None:
             return _to_send(hidden, received)
-        values: Tensor = self.value_head(hidden.index_select(0, tokens.rows).float())
+        # Under the same name: the hidden states of all tokens are freed.
+        hidden = hidden.index_select(0, tokens.rows)
+        values: Tensor = self.value_head(hidden.float())
         # FSDP adds hooks to a module's outputs, and warns if they are views.
         return values.squeeze(-1).clone()
 
