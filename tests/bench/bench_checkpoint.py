@@ -86,7 +86,8 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
     from ppojob_api.v1alpha1.model import ActorModel, Offload
     from ppojob_api.v1alpha1.runtime import Device
     from ppojob_api.v1alpha1.training import ActorSpec
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
+    from ppojob_trainer.engines.network import listen
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     device = Device(arguments.device)

@@ -25,7 +25,8 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group
+from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 

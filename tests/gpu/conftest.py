@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group, listen
+from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 
 PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_trainer.engines.train.mesh import listen
+from ppojob_trainer.engines.network import listen
 from tests.gpu import combination_ranks
 from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS, Combination
 from tests.gpu.two_ranks import run_two_ranks

@@ -16,7 +16,7 @@ import torch
 
 from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.train.mesh import listen
+from ppojob_trainer.engines.network import listen
 from tests.gpu import parallel_ranks
 from tests.gpu.two_ranks import PROJECT, run_two_ranks
 from tests.integration.trainer.tiny_model import write_tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppojob_trainer.engines.train.mesh import listen
+from ppojob_trainer.engines.network import listen
 from tests.gpu import transport_ranks
 from tests.gpu.two_ranks import run_two_ranks
 

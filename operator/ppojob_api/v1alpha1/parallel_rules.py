@@ -23,6 +23,13 @@ _POOL_OF = {
 }
 """The pool of a trained role, and when it has none."""
 
+
+def _divide_pool(role: str, pool: str, *sizes: str) -> str:
+    """Return in CEL whether the product of a role's sizes divides the GPUs of its pool."""
+    product = " * ".join(f"self.{role}.{size}" for size in sizes)
+    return f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % ({product}) == 0)"
+
+
 PARALLEL_RULES = [
     *(
         Rule(
@@ -43,9 +50,7 @@ PARALLEL_RULES = [
         Rule(
             rule=(
                 f"{is_idle}self.{role}.pipelineParallelSize == 1 || "
-                f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % "
-                f"(self.{role}.pipelineParallelSize * self.{role}.tensorParallelSize * "
-                f"self.{role}.sequenceParallelSize) == 0)"
+                + _divide_pool(role, pool, "pipelineParallelSize", "tensorParallelSize", "sequenceParallelSize")
             ),
             message=(
                 f"{role}.pipelineParallelSize times tensorParallelSize and sequenceParallelSize must divide the GPUs "
@@ -60,8 +65,8 @@ PARALLEL_RULES = [
             rule=(
                 f"{is_idle}!has(self.{role}.fsdpSize) || "
                 f"(self.{role}.fsdpSize % self.{role}.sequenceParallelSize == 0 && "
-                f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % "
-                f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize) == 0))"
+                + _divide_pool(role, pool, "fsdpSize", "tensorParallelSize", "pipelineParallelSize")
+                + ")"
             ),
             message=(
                 f"{role}.fsdpSize must be a multiple of sequenceParallelSize, and times tensorParallelSize and "

@@ -86,10 +86,11 @@ def _copies_cross_nodes(spec: PPOJobSpec) -> Iterator[FieldError]:
         pool = pools.get(name or "")
         if pool is None or training.fsdp_size is None:
             continue
-        copy, node = training.gpus_of_a_copy(pool.gpus), pool.gpus_per_node
+        copy, node = training.fsdp_size * training.tensor_parallel_size, pool.gpus_per_node
         if copy % node and node % copy:
+            what = "the model" if training.pipeline_parallel_size == 1 else "a pipeline stage"
             remedy = (
-                f"a copy of the model has {copy} GPUs, and nodes of pool {pool.name} have {node}, so some copies are "
+                f"a copy of {what} has {copy} GPUs, and nodes of pool {pool.name} have {node}, so some copies are "
                 "gathered across nodes: let one divide the other"
             )
             yield FieldError(f"spec.{role}.fsdpSize", training.fsdp_size, remedy)

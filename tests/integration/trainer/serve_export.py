@@ -40,7 +40,8 @@ def export(root: Path) -> Path:
     from ppojob_api.v1alpha1.resolve import JobFile, resolve
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
+    from ppojob_trainer.engines.network import listen
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.main.exports import JobExports
     from ppojob_trainer.telemetry import RunFiles
     from tests.good_spec import GOOD

@@ -72,7 +72,8 @@ def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
+    from ppojob_trainer.engines.network import listen
+    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 

@@ -76,6 +76,13 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             "spec.actor.fsdpSize: 3: a copy of the model has 3 GPUs, and nodes of pool actor have 2",
         ),
         (
+            {
+                "pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC],
+                "actor": {**SIX, "fsdpSize": 3, "pipelineParallelSize": 2},
+            },
+            "spec.actor.fsdpSize: 3: a copy of a pipeline stage has 3 GPUs, and nodes of pool actor have 2",
+        ),
+        (
             {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},
             "spec.pools[0].podTemplate.spec.affinity.nodeAffinity: ['H200', 'A100']: the pool may get several kinds",
         ),
@@ -103,6 +110,10 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 1}},
         {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 2}},
         {"pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC], "actor": {**SIX, "fsdpSize": 6}},
+        {
+            "pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC],
+            "actor": {**SIX, "fsdpSize": 1, "pipelineParallelSize": 3},
+        },
         {"pools": [POOL, CRITIC], "device": "CPU"},
         {
             "pools": [{**POOL, "topology": {"required": "rack"}}, CRITIC],

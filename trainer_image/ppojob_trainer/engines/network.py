@@ -1,8 +1,42 @@
-"""The address of this host towards another one, for the weight transfer."""
+"""Where the processes of a group meet, to train a model together or to transfer weights."""
 
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ppojob_trainer.engines.errors import RendezvousError
+
+
+def listen(address: str, timeout_seconds: float) -> TCPStore:
+    """Open the store in which the ranks of a group meet, at a port that the system chooses.
+
+    A port that is asked for first and bound later can meanwhile be taken by another process. The store lasts as long
+    as the object; rank 0 joins with it, the others with `connect`.
+
+    Args:
+        address: of this host, without brackets if it is IPv6.
+        timeout_seconds: for the ranks to write into the store what the others read.
+    """
+    return TCPStore(address, 0, None, True, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+
+
+def connect(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    """Connect to the store at which rank 0 listens.
+
+    Raises:
+        RendezvousError: nobody listened there in time.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank 0 did not answer at {address}:{port} within {timeout_seconds:g} s: {error}"
+        ) from error
 
 
 def local_address(towards: str) -> str:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ppojob_trainer.checkpoints import bucket
+from ppojob_trainer.engines.network import listen
 from ppojob_trainer.engines.train.fsdp import object_storage
 from ppojob_trainer.engines.train.fsdp.object_storage import reader_of, writer_of
-from ppojob_trainer.engines.train.mesh import listen
 from tests.unit.trainer.engines import host_memory_ranks
 from tests.unit.trainer.engines.host_memory_ranks import most_taken
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model

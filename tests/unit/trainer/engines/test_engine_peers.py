@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, listen
+from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.engines.two_ranks import make_policy

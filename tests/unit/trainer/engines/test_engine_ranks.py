@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
-from ppojob_trainer.engines.train.mesh import ParallelMesh, connect, listen
+from ppojob_trainer.engines.network import connect, listen
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import two_ranks
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
@@ -148,7 +149,8 @@ def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
     store = listen("127.0.0.1", LIMIT_SECONDS)
     script = (
         "from ppojob_api.v1alpha1.runtime import Device\n"
-        "from ppojob_trainer.engines.train.mesh import ParallelDims, connect, init_process_group\n"
+        "from ppojob_trainer.engines.network import connect\n"
+        "from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group\n"
         f"store = connect('127.0.0.1', {store.port}, 2)\n"
         f"init_process_group(Device('{Device.CPU.value}'), 1, ParallelDims(shard=2), store, 2)\n"
     )

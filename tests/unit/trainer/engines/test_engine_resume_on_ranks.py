@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_trainer.engines.train.mesh import ParallelMesh, listen
+from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import two_ranks, two_ranks_resume
 
 pytestmark = pytest.mark.slow

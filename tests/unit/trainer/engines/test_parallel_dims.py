@@ -7,7 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group, listen
+from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,14 @@ def split_minibatches(batch: DataProto, number: int) -> list[DataProto]:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """How a batch is divided: exactly `number` micro-batches (equal on all ranks) of at most `max_tokens` tokens."""
+    """How a batch is divided: exactly `number` micro-batches (equal on all ranks) of at most `max_tokens` tokens.
+
+    width: of a pipeline's messages, see `widest`; 0 without a pipeline.
+    """
 
     number: int
     max_tokens: int
+    width: int = 0
 
 
 def build_micro_batches(

@@ -33,7 +33,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
@@ -275,34 +275,6 @@ class ParallelMesh:
         return reduced
 
 
-def listen(address: str, timeout_seconds: float) -> TCPStore:
-    """Open the store in which the ranks of a process group meet, at a port that the system chooses.
-
-    A port that is asked for first and bound later can meanwhile be taken by another process. The store lasts as long
-    as the object; rank 0 joins with it, the others with `connect`.
-
-    Args:
-        address: of this host, without brackets if it is IPv6.
-        timeout_seconds: for the ranks to write into the store what the others read.
-    """
-    return TCPStore(address, 0, None, True, timedelta(seconds=timeout_seconds), wait_for_workers=False)
-
-
-def connect(address: str, port: int, timeout_seconds: float) -> TCPStore:
-    """Connect to the store at which rank 0 listens.
-
-    Raises:
-        RendezvousError: nobody listened there in time.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
-        raise RendezvousError(
-            f"rank 0 did not answer at {address}:{port} within {timeout_seconds:g} s: {error}"
-        ) from error
-
-
 def init_process_group(
     device: Device,
     rank: int,
@@ -314,7 +286,7 @@ def init_process_group(
     """Join the other ranks: gloo on the CPU; on CUDA NCCL, and gloo for tensors on the host.
 
     Args:
-        store: where the ranks meet, see `listen` and `connect`.
+        store: where the ranks meet, see `network.listen` and `network.connect`.
         timeout_seconds: for the ranks to meet and for every collective afterwards.
         num_local: ranks on this host; by default all.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
+from ppojob_trainer.engines.network import connect, listen
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.buckets import (
     BUCKET_BYTES,
@@ -238,8 +238,7 @@ class _LinkEnd:
 
     def listen(self, buckets: str) -> WeightLink:
         """Open the rendezvous store and write the layout of the buckets into it."""
-        timeout = timedelta(seconds=self._timeout_seconds)
-        self._store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
+        self._store = listen(self._address, self._timeout_seconds)
         self._store.set("buckets", buckets)
         num_receivers = len(self._plan.receivers)
         return WeightLink(self._plan.backend, self._address, self._store.port, num_receivers, self._timeout_seconds)
@@ -300,13 +299,12 @@ class WeightReceiver:
             RendezvousError: the sender or another replica did not join in time.
         """
         self._link, self._num_receipts = link, 0
-        timeout = timedelta(seconds=link.timeout_seconds)
         try:
-            self._store = TCPStore(link.address, link.port, None, False, timeout, wait_for_workers=False)
+            self._store = connect(link.address, link.port, link.timeout_seconds)
             self._channel = open_channel(
                 link.backend, self._store, rank, 1 + link.num_receivers, device, link.timeout_seconds
             )
-        except (dist.DistError, RuntimeError) as error:
+        except (RendezvousError, dist.DistError, RuntimeError) as error:
             raise RendezvousError(
                 f"rollout receiver {rank} of {link.num_receivers} did not reach the trainer's rank at "
                 f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
+from ppojob_trainer.engines.network import connect, listen
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
 from ppojob_trainer.engines.train.loader import make_engine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, connect, init_process_group, listen
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup

@@ -106,7 +106,7 @@ def load(location: str | Path, module: nn.Module, optimizer: Optimizer, parallel
         random = {_random_key(parallel.rank, name): value for name, value in _random_states(parallel).items()}
         random = {key: value for key, value in random.items() if key in known}
         state = _state(module, optimizer) | random
-        # The saved groups are those of rank 0's stage.
+        # The saved groups are those of one of the stages.
         own = [group[PARAMS] for group in state[OPTIMIZER][GROUPS]]
         dcp_load(state, storage_reader=reader)
         for group, names in zip(state[OPTIMIZER][GROUPS], own, strict=True):

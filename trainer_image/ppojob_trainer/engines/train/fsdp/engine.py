@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -122,7 +123,7 @@ class FSDPEngine:
         compute = partial(self._compute, self._temperature(batch))
         self.module.eval()
         with self._offloader.on_device(), nullcontext() if with_adapters else adapters_off(self.module):
-            found = self._passes.forward(micros, plan.number, self._width(batch, plan), compute)
+            found = self._passes.forward(micros, plan, compute)
             columns = {name: _column(mask, found, number) for number, name in enumerate(self.setup.outputs)}
             # A pass without backward leaves parameters gathered, and the copies would be stale after the next update.
             _reshard(self.module)
@@ -150,7 +151,7 @@ class FSDPEngine:
             for minibatch, denominator, plan in steps:
                 micros = self._micro_batches(minibatch, plan, columns, width)
                 loss = partial(self._loss, denominator, sums)
-                self._passes.backward(micros, plan.number, self._width(minibatch, plan), compute, loss)
+                self._passes.backward(micros, plan, compute, loss)
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
                 sum_tied_gradients(self.module.language_model, self.module.stage)
@@ -238,10 +239,11 @@ class FSDPEngine:
         mine = [
             max(num_micro_batches(sequence_lengths(part), self._max_tokens), min(stages, len(part))) for part in parts
         ]
-        return [MicroBatchPlan(int(most), self._max_tokens) for most in self.parallel.max(torch.tensor(mine))]
-
-    def _width(self, part: DataProto, plan: MicroBatchPlan) -> int:
-        return widest(part, plan, self.parallel.sequence)
+        plans = [MicroBatchPlan(int(most), self._max_tokens) for most in self.parallel.max(torch.tensor(mine))]
+        if self.parallel.pipeline is None:
+            return plans
+        peers = self.parallel.sequence
+        return [replace(plan, width=widest(part, plan, peers)) for part, plan in zip(parts, plans, strict=True)]
 
     def _denominators(self, minibatches: Sequence[DataProto]) -> list[Denominators]:
         """Return what the losses of each minibatch are divided by, counted over all ranks."""
@@ -274,7 +276,7 @@ class FSDPEngine:
         width = _entry(batch, EngineMeta.RESPONSE_LENGTH)
         micros = self._micro_batches(batch, plan, objective.columns(batch), width)
         loss = partial(self._loss, denominators, {})
-        self._passes.backward(micros, plan.number, self._width(batch, plan), compute, loss)
+        self._passes.backward(micros, plan, compute, loss)
         _reshard(self.module)
         self.module.zero_grad(set_to_none=True)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ppojob_trainer.engines.train.batch import MicroBatch
+from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
 __all__ = ["Compute", "InOrder", "Passes", "Pipelined", "Received"]
@@ -51,16 +51,12 @@ class Passes(Protocol):
     """Runs a number of micro-batches through the model."""
 
     def forward(
-        self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute
+        self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute
     ) -> list[tuple[Tensor, Sequence[Tensor]]]:
-        """Return each micro-batch's indices and outputs, on the stage that has them; on the others nothing.
-
-        Args:
-            width: T.
-        """
+        """Return each micro-batch's indices and outputs, on the stage that has them; on the others nothing."""
         ...
 
-    def backward(self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute, loss: Loss) -> None:
+    def backward(self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute, loss: Loss) -> None:
         """Add the gradients of the losses of all micro-batches."""
         ...
 
@@ -73,15 +69,15 @@ class InOrder:
         self._before_backward = before_backward
 
     def forward(
-        self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute
+        self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute
     ) -> list[tuple[Tensor, Sequence[Tensor]]]:
         """See `Passes`."""
         return [(micro.indices, compute(micro, None)) for micro in micros]
 
-    def backward(self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute, loss: Loss) -> None:
+    def backward(self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute, loss: Loss) -> None:
         """See `Passes`."""
         for at, micro in enumerate(micros, start=1):
-            self._before_backward(at == number)
+            self._before_backward(at == plan.number)
             # No name for the outputs: the next forward pass must not find this graph in memory.
             torch.autograd.backward(loss(micro, compute(micro, None)))
 
@@ -99,14 +95,14 @@ class Pipelined:
         self._peers, self._hidden, self._before_backward = peers, hidden, before_backward
 
     def forward(
-        self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute
+        self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute
     ) -> list[tuple[Tensor, Sequence[Tensor]]]:
         """See `Passes`."""
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
 
         def run(hidden: Tensor | None = None) -> Tensor:
             micro = next(micros)
-            outputs = compute(micro, Received(hidden, width))
+            outputs = compute(micro, Received(hidden, plan.width))
             if not self._peers.is_last:
                 return outputs[0]
             found.append((micro.indices, outputs))
@@ -114,25 +110,25 @@ class Pipelined:
             return self._hidden
 
         most = WINDOW * self._peers.size
-        for first in range(0, number, most):
-            size = min(most, number - first)
-            stage = self._stage(run, width, is_trained=False)
+        for first in range(0, plan.number, most):
+            size = min(most, plan.number - first)
+            stage = self._stage(run, plan.width, is_trained=False)
             ScheduleGPipe(stage, size).step(return_outputs=False)
         return found
 
-    def backward(self, micros: Iterator[MicroBatch], number: int, width: int, compute: Compute, loss: Loss) -> None:
+    def backward(self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute, loss: Loss) -> None:
         """See `Passes`."""
 
         def run(hidden: Tensor | None = None) -> Tensor:
             micro = next(micros)
-            outputs = compute(micro, Received(hidden, width))
+            outputs = compute(micro, Received(hidden, plan.width))
             return loss(micro, outputs) if self._peers.is_last else outputs[0]
 
-        stage = self._stage(run, width, is_trained=True)
+        stage = self._stage(run, plan.width, is_trained=True)
         # 1F1B refuses fewer micro-batches than stages, with which it would be the other schedule.
-        kind = Schedule1F1B if number >= self._peers.size else ScheduleGPipe
-        schedule = kind(stage, number, _as_it_is, scale_grads=False)
-        target = torch.zeros(number) if self._peers.is_last else None
+        kind = Schedule1F1B if plan.number >= self._peers.size else ScheduleGPipe
+        schedule = kind(stage, plan.number, _as_it_is, scale_grads=False)
+        target = torch.zeros(plan.number) if self._peers.is_last else None
         schedule.step(target=target, return_outputs=False)
 
     def _stage(self, run: Callable[..., Tensor], width: int, *, is_trained: bool) -> _Stage:
