@@ -210,6 +210,11 @@ class EngineWorker(TrainedWorker):
         self.free_cached_memory()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
+    def prepare_saves(self) -> None:
+        """Prepare for saves in the background, in the background."""
+        self.engine.prepare_saves()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, location: str, in_background: bool = False) -> None:
         """Write this rank's part of a checkpoint to a new location; in the background, `is_saved` says when."""
         self.engine.save(location, in_background=in_background)
