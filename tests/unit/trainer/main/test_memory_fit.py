@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, pool_memory, stay_gathered
-from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker, size_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
 
@@ -56,9 +56,8 @@ def test_each_copy_of_a_model_has_fewer_gpus() -> None:
     spec = spec_of(4)
     hybrid = spec.model_copy(update={"actor": spec.actor.model_copy(update={"fsdp_size": 2})})
     divided = hybrid.actor.model_copy(update={"fsdp_size": 1, "tensor_parallel_size": 2})
-    stages = hybrid.actor.model_copy(update={"fsdp_size": 1, "pipeline_parallel_size": 2})
-    others = (hybrid.model_copy(update={"actor": sizes}) for sizes in (divided, stages))
-    for each, weights in ((spec, GB), (hybrid, 2 * GB), *((other, 2 * GB) for other in others)):
+    tensor = hybrid.model_copy(update={"actor": divided})
+    for each, weights in ((spec, GB), (hybrid, 2 * GB), (tensor, 2 * GB)):
         (actor,) = needs(each, sizes(1))["a"]
         assert actor.weights == weights
 
@@ -225,7 +224,8 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
 def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})
-    divided = spec.model_copy(update={"actor": actor})
+    placement = spec.placement.model_copy(update={"ref": "a"})
+    divided = spec.model_copy(update={"actor": actor, "placement": placement})
     assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 
 
@@ -235,11 +235,26 @@ def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> N
     assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
 
 
+def in_stages(gpus: int, **sizes: int) -> PPOJobSpec:
+    spec = spec_of(gpus)
+    return spec.model_copy(update={"actor": spec.actor.model_copy(update={"pipeline_parallel_size": 2, **sizes})})
+
+
+# 1 B parameters, of which 0.2 B are a tied embedding that both stages have.
+STAGES = {"actor": ModelSize(GB, 80 * GB, stages=(6 * GB // 10, 6 * GB // 10 - GB // 100))}
+
+
+def test_the_largest_stage_is_what_a_gpu_holds() -> None:
+    for spec, gpus_of_stage in ((in_stages(4), 2), (in_stages(4, fsdp_size=1), 1), (in_stages(2), 1)):
+        (actor,) = needs(spec, STAGES)["a"]
+        states = (actor.weights, actor.gradients, actor.optimizer)
+        assert states == pytest.approx([number * 0.6 * GB / gpus_of_stage for number in (4, 4, 8)])
+
+
 def test_only_a_stage_stays_gathered() -> None:
-    spec = spec_of(4)
-    stages = spec.model_copy(update={"actor": spec.actor.model_copy(update={"pipeline_parallel_size": 2})})
-    (whole,), (half,) = (needs(each, sizes(1))["a"] for each in (spec, stages))
-    assert (whole.weights, whole.gathered) == (half.weights, 2 * half.gathered)
+    """Of 0.6 B parameters 2 bytes, and 4 for gradients, if several GPUs sum those of a stage."""
+    gathered = [needs(in_stages(gpus), STAGES)["a"][0].gathered for gpus in (2, 4)]
+    assert gathered == pytest.approx([2 * 0.6 * GB, 6 * 0.6 * GB])
 
 
 def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:
@@ -253,6 +268,32 @@ def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activation
 
 def test_of_a_model_whose_activations_are_unknown_nothing_stays_gathered() -> None:
     assert stay_gathered(spec_of(), sizes(1)) == {"actor": False, "critic": False, "ref": False}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_are_counted_as_the_engine_cuts_them(tmp_path: Path, is_tied: bool, num_stages: int) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        write_tiny_model(tmp_path / "model", tie_word_embeddings=is_tied, num_hidden_layers=5)
+    )
+    training = in_stages(2).actor.model_copy(update={"pipeline_parallel_size": num_stages})
+    of_policy, of_critic = (
+        size_of(config, ModelSource("", trust_remote_code=False, has_output_layer=has_output), 0, training)
+        for has_output in (True, False)
+    )
+
+    embedding = config.vocab_size * config.hidden_size
+    copied = embedding if is_tied else 0
+    assert sum(of_policy.stages) == of_policy.num_parameters + copied
+    assert sum(of_critic.stages) == of_critic.num_parameters == of_policy.num_parameters - (embedding - copied)
+    # Of two stages, the first has three layers and the embedding, the second two, the norm and the output layer.
+    layer = (of_critic.num_parameters - embedding - config.hidden_size) // 5
+    layers = {2: (3, 2), 3: (2, 2, 1)}[num_stages]
+    ends = [embedding, *[0] * (num_stages - 2), embedding + config.hidden_size]
+    assert of_policy.stages == tuple(layer * number + end for number, end in zip(layers, ends, strict=True))
+    assert of_policy.largest_stage == of_critic.largest_stage == layers[0] * layer + embedding
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])
