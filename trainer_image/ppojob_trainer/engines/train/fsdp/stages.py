@@ -61,6 +61,17 @@ class Part:
     shape: tuple[int, ...]
     stage: int
 
+    @property
+    def layer(self) -> str | None:
+        """The path of its decoder layer; None if it is outside the layers."""
+        found = _LAYER.match(self.name)
+        return found[0] if found else None
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -90,8 +101,7 @@ class Stage:
         """Yield the stage and parts of each layer, which are sent in one message; other parts alone."""
 
         def key(part: Part) -> tuple[int, str]:
-            layer = _LAYER.match(part.name)
-            return part.stage, layer[0] if layer else part.name
+            return part.stage, part.layer or part.name
 
         for (stage, _), group in groupby(parts, key):
             yield stage, list(group)
@@ -120,7 +130,7 @@ def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[in
     """Return how many parameters each of `size` stages of a whole model has; of a tied embedding both ends have one."""
     counts = [0] * size
     for part in parts_of(language_model, len(language_model.base_model.get_submodule("layers")), size):  # type: ignore[arg-type]
-        counts[part.stage] += math.prod(part.shape)
+        counts[part.stage] += part.numel
     if size > 1 and _tied(language_model) is not None:
         counts[-1] += _embedding(language_model).get_parameter("weight").numel()
     return tuple(counts)
