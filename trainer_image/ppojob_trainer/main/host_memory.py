@@ -56,7 +56,10 @@ def host_needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, li
 
 
 def _most_of_a_node(size: ModelSize, pool: Pool) -> int:
-    """Return the parameters of the stages of a node's GPUs, summed over the GPUs: the most of any node."""
+    """Return the sum of the parameters of the stages of a node's GPUs, of the node where it is largest.
+
+    A stage counts once for each of its GPUs.
+    """
     stages = size.stages or (size.num_parameters,)
     of_gpus = [stage for stage in stages for _ in range(pool.gpus // len(stages))]
     return max(sum(of_gpus[first : first + pool.gpus_per_node]) for first in range(0, pool.gpus, pool.gpus_per_node))
@@ -76,9 +79,8 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         if offloaded > total:
             raise ModelMismatchError(
                 f"host {host} cannot hold the offloaded tensors: it has {total / _GB:.1f} GB, and "
-                f"{offloaded / _GB:.1f} GB "
-                f"are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), use lora, or leave out "
-                "model.<role>.offload of a role"
+                f"{offloaded / _GB:.1f} GB are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), "
+                "use lora, or leave out model.<role>.offload of a role"
             )
         staged = sum(need.staged for need in roles)
         needed = offloaded + staged + OF_A_PROCESS * sum(need.num_processes for need in roles)

@@ -213,9 +213,9 @@ def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
-    weights, is_away = parameters * _BFLOAT16, offload.parameters
-    resident = 0.0 if is_away else weights
-    return Need(role, weights, resident=resident, activations=activations, is_returned=is_away)
+    weights, is_offloaded = parameters * _BFLOAT16, offload.parameters
+    resident = 0.0 if is_offloaded else weights
+    return Need(role, weights, resident=resident, activations=activations, is_returned=is_offloaded)
 
 
 def _trained(role: str, parameters: float, model: TrainedModel, activations: float) -> Need:

@@ -111,8 +111,9 @@ def _pool(pool: PoolPlan) -> Table:
     for found in pool.roles:
         need = found.need
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, found.peak)
-        name = found.role.name + (" (stays gathered)" if found.stays_gathered else "")
-        name += f" (most of {found.stages} stages)" if found.stages > 1 else ""
+        remarks = ["stays gathered"] if found.stays_gathered else []
+        remarks += [f"most of {found.stages} stages"] if found.stages > 1 else []
+        name = found.role.name + (f" ({', '.join(remarks)})" if remarks else "")
         table.add_row(name, f"{found.measured.num_parameters / 1e9:.2f}", *map(_gb, sizes))
     memory = pool.memory
     if pool.engine is not None:

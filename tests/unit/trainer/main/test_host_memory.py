@@ -1,4 +1,4 @@
-"""What is offloaded takes the host's memory, and so does a save in the background: by hand, and when it is refused."""
+"""Host memory of offloaded state and of background saves, computed by hand, and which jobs are refused."""
 
 import os
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_node_holds_several_copies_of_a_model() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "offloaded"), [(1, 8 * 1.2 * GB), (2, 8 * 0.7 * GB)])
-def test_of_a_pipeline_the_fullest_node_is_counted(nodes: int, offloaded: float) -> None:
+def test_the_node_with_most_of_a_pipeline_is_counted(nodes: int, offloaded: float) -> None:
     """1 B parameters, of which 0.2 B are an embedding that both ends hold: one node has both stages, or the larger."""
     whole = spec()
     actor = whole.actor.model_copy(update={"pipeline_parallel_size": 2})

@@ -1,4 +1,4 @@
-"""What the roles of a pool need at the least, by hand, and when a placement is refused."""
+"""The least memory that the roles of a pool need, computed by hand, and which placements are refused."""
 
 import types
 from dataclasses import replace
@@ -66,8 +66,8 @@ def test_adapters_and_offload_need_less() -> None:
     (lora,) = needs(spec_of(lora={"rank": 8}), sizes(1))["a"][:1]
     assert (lora.total, lora.resident) == (1 * GB, 1 * GB)
 
-    (away,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
-    assert (away.total, away.resident) == (8 * GB, 0)
+    (offloaded,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
+    assert (offloaded.total, offloaded.resident) == (8 * GB, 0)
 
 
 def test_what_fits_passes() -> None:
@@ -92,11 +92,11 @@ def test_activations_of_full_micro_batches_by_hand() -> None:
     assert activations(10**6, gradientCheckpointing=False) == pytest.approx(24 * layer * 128 * 1024 / 16_384)
 
 
-def test_a_pool_that_full_micro_batches_would_fill_is_warned_of_and_runs() -> None:
+def test_a_pool_without_room_for_full_micro_batches_gets_a_warning() -> None:
     large = ModelSize(3 * GB, 80 * GB, layers=40, hidden=8000, intermediate=20_000)
-    (doubt,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
-    assert "pool a may run out of memory if micro-batches are full: each GPU has 80.0 GB and about" in doubt
-    assert "activations at maxTokensPerGPU actor 162.5" in doubt
+    (warning,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
+    assert "pool a may run out of memory if micro-batches are full: each GPU has 80.0 GB and about" in warning
+    assert "activations at maxTokensPerGPU actor 162.5" in warning
     assert check_memory(spec_of(), sizes(3)) == []
 
 
@@ -201,7 +201,7 @@ def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -
     assert found == [False, True]
 
 
-def test_a_model_on_one_gpu_is_held_there_without_more_gradients() -> None:
+def test_a_gathered_model_on_one_gpu_has_no_second_gradients() -> None:
     # Critic and reference, 16 and 2 GB, with 2 more each and 4.5 for CUDA.
     found = [stay_gathered(spec_of(), {name: thin(size)[name] for name in ("critic", "ref")}) for size in (24.6, 26.6)]
     assert [(one["critic"], one["ref"]) for one in found] == [(True, False), (True, True)]
@@ -221,7 +221,7 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> None:
+def test_a_model_in_tensor_parallel_parts_or_stages_does_not_stay_gathered_by_default(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})
     placement = spec.placement.model_copy(update={"ref": "a"})
@@ -229,7 +229,7 @@ def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> N
     assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 
 
-def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> None:
+def test_reshard_after_forward_decides_if_the_job_sets_it() -> None:
     assert not stay_gathered(spec_of(reshardAfterForward=True), thin(80))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), thin(9))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
@@ -257,16 +257,16 @@ def test_only_a_stage_stays_gathered() -> None:
     assert gathered == pytest.approx([2 * 0.6 * GB, 6 * 0.6 * GB])
 
 
-def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:
+def test_models_that_the_job_keeps_gathered_are_counted_beside_activations() -> None:
     # 8 GB of states; 6 GB more are too much, with 4.5 for CUDA in two processes.
     actor, rollout = {"actor": thin(16)["actor"]}, {"gpuMemoryUtilization": 0.3}
-    (doubt,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
-    assert "each GPU has 16.0 GB and about 18.5 GB are needed" in doubt
-    assert doubt.endswith("or use gradientCheckpointing, or remove reshardAfterForward of actor")
+    (warning,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
+    assert "each GPU has 16.0 GB and about 18.5 GB are needed" in warning
+    assert warning.endswith("or use gradientCheckpointing, or remove reshardAfterForward of actor")
     assert check_memory(spec_of(rollout=rollout), actor) == []
 
 
-def test_of_a_model_whose_activations_are_unknown_nothing_stays_gathered() -> None:
+def test_a_model_whose_activations_are_unknown_does_not_stay_gathered() -> None:
     assert stay_gathered(spec_of(), sizes(1)) == {"actor": False, "critic": False, "ref": False}
 
 

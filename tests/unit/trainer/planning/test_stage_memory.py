@@ -37,6 +37,7 @@ def stages_of(found: Work) -> list[Measured]:
     return [measure_stage(found, stage) for stage in range(found.dims.pipeline)]
 
 
+@pytest.mark.slow
 def test_real_stages_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with the real engine, on the CPU: so the plan takes the CPU's paths here, too."""
     planned_work = work(tmp_path, passes=MICRO_BATCHES, gradient_checkpointing=True)
