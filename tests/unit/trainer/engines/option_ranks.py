@@ -40,6 +40,8 @@ def run(
     for role, engine in engines.items():
         found[role] = observed_update(engine, batch)
     policy.save(folder / "checkpoint")
+    # Where torch cannot compile a layer, it says nothing and runs the layer as it is.
+    found["compilation"] = {"graphs": counters["stats"]["unique_graphs"], "refused": len(counters["unimplemented"])}
     return found | exported(policy, folder) | {"second": policy.update(batch)}
 
 

@@ -218,6 +218,13 @@ def test_two_optimizer_steps_are_those_of_one_rank(seen: Seen, role: str) -> Non
         assert_same_updates(found["after"], expected["after"], expected["before"])
 
 
+def test_layers_are_compiled_where_the_job_says_so(seen: Seen) -> None:
+    is_compiled = "compile" in seen.layout.options
+    for mine in seen.ranks:
+        assert (mine["compilation"]["graphs"] > 0) == is_compiled
+        assert mine["compilation"]["refused"] == 0
+
+
 def test_ranks_of_a_group_stay_equal(seen: Seen) -> None:
     for mine in seen.ranks:
         for key in ("trained", "sent"):

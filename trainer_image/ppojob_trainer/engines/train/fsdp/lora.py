@@ -52,7 +52,7 @@ class LoRALinear(nn.Linear):
     def of(linear: nn.Linear, lora: LoRA) -> LoRALinear:
         """Give a layer an adapter, which is not filled yet.
 
-        It stays the same object, as with FSDP, because tensor parallelism has registered hooks on it.
+        It stays the same object, as with FSDP, because tensor parallelism has replaced its `forward`.
         """
         linear.__class__ = LoRALinear
         adapted = cast("LoRALinear", linear)

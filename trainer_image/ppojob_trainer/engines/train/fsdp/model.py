@@ -235,8 +235,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     for layer in layers:
         if options.gradient_checkpointing:
             layer.forward = MethodType(_recomputed, layer)
-        # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces).
-        if options.compile and parallel.tensor_mesh is None:
+        if options.compile:
             layer.compile()
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered

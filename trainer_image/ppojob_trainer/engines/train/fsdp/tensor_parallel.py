@@ -5,51 +5,71 @@
     everything else       whole on each rank: embeddings, norms, output layer, value head
 
 Shoeybi et al. 2019, arXiv 1909.08053, section 3. All parameters become DTensors of the peers' mesh, so that FSDP makes
-them DTensors of one mesh of two dimensions, and norms, checkpoints and gathered weights need no case of their own.
-Called while a model is built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families
-whose plan has more than these kinds; `divisions` says so before anything is loaded.
+them DTensors of one mesh of two dimensions, and norms, checkpoints and gathered weights need no case of their own. But
+a module computes with its parts of them, as plain tensors: for each operation on DTensors, torch's Python code takes
+longer than a GPU needs for most of them. Called while a model is built, before `lora` adds adapters to the divided
+layers, and before FSDP. It refuses families whose plan has more than these kinds; `divisions` says so before anything
+is loaded.
 """
 
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 
-class _Whole(ParallelStyle):
-    """A module whose parameters are whole on each rank.
+@dataclass(frozen=True)
+class _Style:
+    """How a module is divided.
 
-    inputs: Replicate where the ranks have equal inputs; Shard where each has its own heads: then the gradients of the
-    ranks are parts of the whole, and are summed.
+    dim: the dimension of its weight that is divided; None: the module is whole on each rank. parts: gradients of whole
+    parameters, of this module or of an adapter added to it, are parts on each rank, whose sum is the gradient.
     """
 
-    def __init__(self, inputs: Placement) -> None:
-        super().__init__()
-        self.inputs = inputs
+    dim: int | None = None
+    parts: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # The types of torch's declaration leave out that hooks may return what takes the place of their argument.
-        before: Any = partial(_to_mesh, self.inputs)
-        after: Any = _from_mesh
-        return distribute_module(module, device_mesh, _replicate, before, after)
+    @property
+    def by_outputs(self) -> bool:
+        """The ranks have equal inputs, and the gradients of these are parts."""
+        return self.dim == 0
+
+    @property
+    def by_inputs(self) -> bool:
+        """The ranks' outputs are parts."""
+        return self.dim == 1
+
+    def placement(self, parameter: Tensor) -> Shard | Replicate:
+        """Return how a parameter of the module is divided: a bias like the outputs."""
+        is_divided = self.dim is not None and self.dim < parameter.dim()
+        return Shard(self.dim) if self.dim is not None and is_divided else Replicate()
+
+    def local(self, name: str, parameter: Tensor) -> Tensor:
+        """Return this rank's part, through which the gradient reaches the parameter."""
+        assert isinstance(parameter, DTensor)
+        (placement,) = parameter.placements
+        is_part = self.parts and placement.is_replicate() and not (self.by_inputs and name == "bias")
+        return parameter.to_local(grad_placements=[Partial() if is_part else placement])
 
 
-_STYLES: Final[dict[str, type[ColwiseParallel] | type[RowwiseParallel] | partial[_Whole]]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    # Norms of single heads. The dimension of the heads does not matter to a norm over the last dimension.
-    "replicated_with_grad_allreduce": partial(_Whole, Shard(2)),
+_WHOLE: Final = _Style()
+_STYLES: Final[dict[str, _Style]] = {
+    "colwise": _Style(dim=0, parts=True),
+    "rowwise": _Style(dim=1, parts=True),
+    # Norms of single heads, of which each rank has some.
+    "replicated_with_grad_allreduce": _Style(parts=True),
 }
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
@@ -65,13 +85,19 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     # A pipeline stage may have one of the two, or neither.
     weights = [getattr(part, "weight", None) for part in (embeddings, output)]
     is_tied = weights[0] is weights[1] is not None
-    names = {id(part): name for name, part in backbone.named_modules()}
+    names = {part: name for name, part in backbone.named_modules()}
+    divided: dict[nn.Module, _Style] = {}
     for part in list(module.modules()):
         if not any(True for _ in part.parameters(recurse=False)) or (is_tied and part is output):
             continue
-        name = names.get(id(part), "")
-        style = next((style for pattern, style in styles.items() if pattern.fullmatch(name)), None)
-        parallelize_module(part, mesh, _Whole(Replicate()) if style is None else style(), src_data_rank=None)
+        name = names.get(part, "")
+        style = next((style for pattern, style in styles.items() if pattern.fullmatch(name)), _WHOLE)
+        _divide(part, mesh, style)
+        divided[part] = style
+    layers = list(backbone.get_submodule("layers").children())
+    in_layers = {part for layer in layers for part in layer.modules()}
+    for unit in [*layers, *(part for part in divided if part not in in_layers)]:
+        _take_parts_before(unit, divided)
     if is_tied:
         output.weight = embeddings.weight
     for name, parameter in module.named_parameters():
@@ -93,16 +119,89 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
-def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style) -> None:
+    """Divide the parameters of a module on the meta device, and let it compute with its parts."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(whole))
+        # On the meta device there is nothing to send.
+        divided = distribute_tensor(parameter.detach(), mesh, [style.placement(parameter)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(divided))
+    group = mesh.get_group()
+
+    def forward(self: Any, first: Tensor, *others: Any, **options: Any) -> Tensor:
+        parts, bias = self.parts, None
+        if style.by_inputs and "bias" in parts:
+            # Added once, and not to each of the outputs that are summed.
+            parts, bias = {**parts, "bias": None}, parts["bias"]
+        if style.by_outputs:
+            first = _equal_on_all(first, group)
+        compute: Any = type(self).forward
+        output: Tensor = compute(_WithParts(self, parts), first, *others, **options)
+        if style.by_inputs:
+            output = _sum_of_parts(output, group)
+        return output if bias is None else output + bias
+
+    module.forward = MethodType(forward, module)
 
 
-def _to_mesh(inputs: Placement, _: nn.Module, arguments: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    first, *others = arguments
-    return DTensor.from_local(first, mesh, [inputs], run_check=False), *others
+def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> None:
+    """Let the divided modules in `unit` take their parts of the parameters before each forward pass of `unit`.
+
+    Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that is
+    recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
+    """
+    modules: list[tuple[Any, _Style]] = [(part, divided[part]) for part in unit.modules() if part in divided]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def take(*_: Any) -> None:
+        for module, style in modules:
+            module.parts = {name: style.local(name, one) for name, one in module.named_parameters(recurse=False)}
+
+    # FSDP puts its hook, which gathers the parameters, before all others.
+    unit.register_forward_pre_hook(take)
 
 
-def _from_mesh(_: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-    return local(output)
+class _WithParts:
+    """A module with parts in place of its parameters, as the argument `self` of its class's `forward`."""
+
+    def __init__(self, module: nn.Module, parts: Mapping[str, Tensor | None]) -> None:
+        self._module, self._parts = module, parts
+
+    def __getattr__(self, name: str) -> Any:
+        return self._parts[name] if name in self._parts else getattr(self._module, name)
+
+
+class _EqualOnAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3)."""
+    found: Tensor = _EqualOnAll.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _sum_of_parts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' tensors; its gradient is the gradient of each (g of the paper's figure 3)."""
+    found: Tensor = _SumOfParts.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
