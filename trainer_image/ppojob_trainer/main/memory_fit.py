@@ -164,7 +164,8 @@ def _dividing(spec: PPOJobSpec) -> dict[str, Trained]:
 
 
 def _is_uneven(training: Trained) -> bool:
-    return training.tensor_parallel_size > 1 or training.pipeline_parallel_size > 1
+    sizes = training.tensor_parallel_size, training.pipeline_parallel_size, training.expert_parallel_size
+    return max(sizes) > 1
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:
@@ -221,7 +222,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
-    embeddings whole, or into stages, of which two have more than their layers.
+    embeddings whole, into stages, of which two have more than their layers, or by expert parallelism, which divides
+    experts alone.
     """
     divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)

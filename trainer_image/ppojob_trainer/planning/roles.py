@@ -83,7 +83,7 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
     Raises:
         ShapeNotFoundError: see `configs`.
         ModelMismatchError: a model cannot be divided by the sizes of the spec, or its context is too short.
-        ValueError: a role has an engine of the user, or a pipeline.
+        ValueError: a role has an engine of the user, a pipeline, or divided experts.
     """
     model, actor = spec.model, spec.model.actor
     for section, training in (("actor", spec.actor), ("critic", spec.critic)):
@@ -134,6 +134,12 @@ def _role(
             raise ValueError(
                 f"spec.{section}.pipelineParallelSize: {stages}: a plan runs the passes of one rank, and cannot run a "
                 f"pipeline: add --set spec.{section}.pipelineParallelSize=1 for a plan of the same GPUs without stages"
+            )
+        if (experts := training.expert_parallel_size) > 1:
+            raise ValueError(
+                f"spec.{section}.expertParallelSize: {experts}: a plan runs the passes of one rank, and does not "
+                f"know the tokens of others: add --set spec.{section}.expertParallelSize=1 for a plan that gathers all "
+                "experts"
             )
         check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
         check_context(name, source.path, config, spec.data)

@@ -221,7 +221,7 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
     assert found == [0, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"])
 def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})

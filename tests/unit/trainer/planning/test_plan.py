@@ -239,6 +239,8 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
         plan_job(job(path, critic=own), gpus)
     with pytest.raises(ValueError, match=r"spec.actor.pipelineParallelSize: 2: a plan runs the passes of one rank"):
         plan_job(job(path, 2, actor={"pipelineParallelSize": 2}), gpus)
+    with pytest.raises(ValueError, match=r"spec.actor.expertParallelSize: 2: .* for a plan that gathers all experts"):
+        plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
     with pytest.raises(ValueError, match=r"--gpu c=H9000: H9000 is not known: use one of B200"):
         gpus_of_pools(["c"], ["c=H9000"])
     with pytest.raises(ValueError, match=r"--gpu d=H200: the job has no pool d: use one of c"):

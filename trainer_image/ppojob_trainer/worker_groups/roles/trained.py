@@ -106,6 +106,7 @@ def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
         sequence=training.sequence_parallel_size,
         tensor=training.tensor_parallel_size,
         pipeline=training.pipeline_parallel_size,
+        expert=training.expert_parallel_size,
     )
 
 
