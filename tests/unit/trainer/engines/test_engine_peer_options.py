@@ -18,7 +18,7 @@ from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from tests.unit.trainer.engines import option_ranks, peer_ranks
 from tests.unit.trainer.engines.test_engine_peers import UNTIED, models, run_ranks
-from tests.unit.trainer.engines.tiny_experts import save_starved_experts
+from tests.unit.trainer.engines.tiny_experts import save_starved_experts, saved, tiny_experts
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates, save_tiny_model
 
 __all__ = ["models"]
@@ -101,6 +101,7 @@ MANY_RANKS = {
     "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
     "all axes but the pipeline": Layout(ParallelDims(2, 2, 2, 2), "llama"),
     "expert 4 of shard 2 x sequence 2": Layout(ParallelDims(shard=2, sequence=2, expert=4), "starved", None),
+    "expert 2 of 4 ranks with 2 experts": Layout(ParallelDims(shard=4, expert=2), "two experts", None),
     "expert 2 of shard 4, gathered": Layout(ParallelDims(shard=4, expert=2), "experts", None, {"stays_gathered": True}),
 }
 
@@ -134,7 +135,13 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
     deep = save_tiny_model(folder / "deep", num_hidden_layers=5)
-    return {**models, "biases": folder, "deep": deep, "starved": save_starved_experts(folder / "starved")}
+    return {
+        **models,
+        "biases": folder,
+        "deep": deep,
+        "starved": save_starved_experts(folder / "starved"),
+        "two experts": saved(tiny_experts(num_experts=2), folder / "two"),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -59,18 +60,27 @@ def _multiply_on_owners(
 ) -> Tensor:
     """Apply each token's experts on the ranks that own them; return [T, D]. Collective.
 
-    The results are weighted and summed on the token's rank in the order of one rank, so every number is the same.
+    The results are weighted and summed on the token's rank, in the order in which one rank alone sums them.
     """
     chosen_S = chosen_TK.flatten()
     counts_E = torch.zeros_like(module.get_buffer(COUNTS)).scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
     order_S = chosen_S.argsort(stable=True)
     route = peers.route(counts_E)
     received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
-    own: Any = _OwnExperts(module, len(counts_E) // peers.size)
-    once = received.new_ones(len(received), 1)
-    computed = grouped_mm_experts_forward(own, received, route.experts.unsqueeze(1), once)
+    computed = _multiply_own(_OwnExperts(module, len(counts_E) // peers.size), received, route.experts)
     rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, -1)
     return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
+    """Apply an expert to each row; own_S: its number among those of this rank."""
+    number = len(rows_SD)
+    if number == 0:
+        # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
+        rows_SD, own_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(own_S, (0, 1))
+    once = rows_SD.new_ones(len(rows_SD), 1)
+    output: Tensor = grouped_mm_experts_forward(experts, rows_SD, own_S.unsqueeze(1), once)
+    return output[:number]
 
 
 class _OwnExperts:
