@@ -17,6 +17,7 @@ from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import peer_ranks
+from tests.unit.trainer.engines.fsdp_engines import reference_engine
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts, tiny_experts
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
@@ -31,7 +32,13 @@ def in_bfloat16(parallel: ParallelMesh, model: Path, batch: DataProto, _: Path) 
         if parameter.ndim == 3 and isinstance(parameter, DTensor)
     }
     log_probs = policy.forward(batch).padded("old_log_probs", RESPONSE_LENGTH)
-    return {"held": held, "log_probs": log_probs, "metrics": policy.update(batch)}
+    reference = reference_engine(parallel, str(model), max_tokens_per_gpu=40, dtype=torch.bfloat16).forward(batch)
+    return {
+        "held": held,
+        "log_probs": log_probs,
+        "reference": reference.padded("old_log_probs", RESPONSE_LENGTH),
+        "metrics": policy.update(batch),
+    }
 
 
 @pytest.mark.slow
@@ -48,6 +55,7 @@ def test_each_rank_holds_whole_experts_and_computes_in_bfloat16(parallel: Parall
         rows = peer_ranks.rows_of(rank, 2)
         # A rounding of a hidden state may change which expert is the second one of a token.
         torch.testing.assert_close(found["log_probs"], expected["log_probs"][rows], atol=0.1, rtol=0.05)
+        torch.testing.assert_close(found["reference"], found["log_probs"], atol=0, rtol=0)
         norm = expected["metrics"]["actor/grad_norm"]
         assert found["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=0.02)
 

@@ -237,8 +237,8 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     for layer in layers:
         if options.gradient_checkpointing:
             layer.forward = MethodType(_recomputed, layer)
-        # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces). Compiled
-        # layers would skip FSDP's hooks on their experts.
+        # torch 2.13 fails to compile layers of DTensors for several lengths (RecursionError while it traces). Of a
+        # recomputed layer with FSDP's hooks on its experts it compiles nothing: the hooks break the graph.
         if options.compile and parallel.tensor_mesh is None and parallel.experts is None:
             layer.compile()
     # A rank that holds everything has nothing to gather again.
