@@ -140,11 +140,11 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             need = _trained(role, share, own, full * _kept(size, own, training))
             # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
             gradients = 0 if own.lora is not None else _FLOAT32
-            need = replace(need, gathered=_gathered(size, gpus, gradients) / training.pipeline_parallel_size)
+            need = replace(need, gathered=_gathered(size, gpus, gradients, training))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
-            need = replace(need, gathered=_gathered(size, gpus, 0) / spec.actor.pipeline_parallel_size)
+            need = replace(need, gathered=_gathered(size, gpus, 0, spec.actor))
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -194,12 +194,15 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     return kept
 
 
-def _gathered(size: ModelSize, gpus: int, gradients: int) -> float:
+def _gathered(size: ModelSize, gpus: int, gradients: int, dividing: Trained) -> float:
     """Return the bytes of a gathered model, with `gradients` bytes per parameter for its gradients.
 
-    On a single GPU the gradients are accumulated in place.
+    Of a pipeline, only a stage is gathered; of divided experts, those of a rank. On a single GPU the gradients are
+    accumulated in place.
     """
-    return size.num_parameters * (_BFLOAT16 + (gradients if gpus > 1 else 0))
+    elsewhere = size.in_experts - size.in_experts / dividing.expert_parallel_size
+    gathered = (size.num_parameters - elsewhere) / dividing.pipeline_parallel_size
+    return gathered * (_BFLOAT16 + (gradients if gpus > 1 else 0))
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -222,8 +225,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
-    embeddings whole, into stages, of which two have more than their layers, or by expert parallelism, which divides
-    experts alone.
+    embeddings whole, into stages, of which two have more than their layers, or by expert parallelism, with which a GPU
+    may have to compute more tokens than its own.
     """
     divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)

@@ -27,6 +27,7 @@ from ppojob_trainer.engines.train.model_fit import active_intermediate
 from ppojob_trainer.engines.train.objectives import UpdateResult
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, size_of
 from tests.unit.trainer.engines import gradient_ranks
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.gradient_ranks import Way
@@ -197,6 +198,12 @@ def test_the_memory_of_activations_is_that_of_the_experts_that_a_token_uses(path
     mixtral = AutoConfig.for_model("mixtral", intermediate_size=100, num_experts_per_tok=3)
     assert active_intermediate(mixtral) == 300
     assert active_intermediate(AutoConfig.for_model("llama", intermediate_size=100)) == 100
+
+
+def test_the_size_of_a_model_says_what_is_in_its_experts(path: Path) -> None:
+    size = size_of(AutoConfig.from_pretrained(path), ModelSource(str(path), False), gpu_bytes=1)
+    assert size.in_experts == 2 * NUM_EXPERTS * 3 * EXPERT_SIZE * 48
+    assert size.in_experts < size.num_parameters
 
 
 def test_imbalance_is_the_busiest_experts_share_over_the_mean(parallel: ParallelMesh, path: Path) -> None:

@@ -242,6 +242,13 @@ def test_only_a_stage_stays_gathered() -> None:
     assert (whole.weights, whole.gathered) == (half.weights, 2 * half.gathered)
 
 
+def test_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
+    spec, mixture = spec_of(4), ModelSize(GB, 80 * GB, in_experts=3 * GB // 4)
+    divided = spec.model_copy(update={"actor": spec.actor.model_copy(update={"expert_parallel_size": 4})})
+    (whole,), (rank,) = (needs(each, {"actor": mixture})["a"] for each in (spec, divided))
+    assert (whole.weights, whole.gathered) == (rank.weights, 16 / 7 * rank.gathered)
+
+
 def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:
     # 8 GB of states; 6 GB more are too much, with 4.5 for CUDA in two processes.
     actor, rollout = {"actor": thin(16)["actor"]}, {"gpuMemoryUtilization": 0.3}

@@ -61,7 +61,8 @@ class ModelSize:
     """Number of parameters of a model (tied ones count once), and memory of a GPU for it, in bytes.
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
-    have them. host, host_bytes: address of the first rank's pod or machine, and its memory in bytes.
+    have them. in_experts: parameters of fused experts; 0 if the model is no mixture. host, host_bytes: address of the
+    first rank's pod or machine, and its memory in bytes.
     """
 
     num_parameters: int
@@ -69,6 +70,7 @@ class ModelSize:
     layers: int = 0
     hidden: int = 0
     intermediate: int = 0
+    in_experts: int = 0
     host: str = ""
     host_bytes: int = 0
 
@@ -93,6 +95,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int) -> Mo
         layers=number("num_hidden_layers"),
         hidden=number("hidden_size"),
         intermediate=active_intermediate(config),
+        in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
     )
 
 
