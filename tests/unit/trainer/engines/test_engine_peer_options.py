@@ -101,6 +101,7 @@ MANY_RANKS = {
     "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
     "all axes but the pipeline": Layout(ParallelDims(2, 2, 2, 2), "llama"),
     "expert 4 of shard 2 x sequence 2": Layout(ParallelDims(shard=2, sequence=2, expert=4), "starved", None),
+    "expert 2 of replicate 2 x shard 2 x sequence 2": Layout(ParallelDims(2, 2, 2, expert=2), "experts", None),
     "expert 2 of 4 ranks with 2 experts": Layout(ParallelDims(shard=4, expert=2), "two experts", None),
     "expert 2 of shard 4, gathered": Layout(ParallelDims(shard=4, expert=2), "experts", None, {"stays_gathered": True}),
 }
