@@ -6,7 +6,8 @@
 Without --loop: one process and one GPU, without Ray and vLLM. An engine trains a policy of the shape. In each round it
 saves once and waits; then it saves in the background and updates at once, which is the worst case: in a run, generation
 and forward passes come between. Standing still are the call and what the update waits for. The two checkpoints must
-hold the same numbers.
+hold the same numbers. As in a run, the memory for the copies is allocated from the start on; with --no-prepare, in the
+first save.
 
 With --loop: two `ppojob run`s of GRPO in one pool, with checkpoint.async false and true. Standing still are
 `timing_s/save_checkpoint` of a step with a checkpoint and `timing_s/checkpoint/wait_actor` of the next one. The last
@@ -97,8 +98,10 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
     dtype = torch.bfloat16 if arguments.device == "CUDA" else torch.float32
     engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=1000, dtype=dtype)
     batch = make_batch(size, arguments.rows)
-    seconds_of(lambda: engine.update(batch))
-    print(f"first update done; {_name(arguments)}", flush=True)
+    if arguments.prepare:
+        engine.prepare_saves()
+    first = seconds_of(lambda: engine.update(batch))
+    print(f"first update: {first:.2f} s; {_name(arguments)}", flush=True)
     rounds = []
     for number in range(arguments.rounds):
         folder = output / f"round-{number}"
@@ -115,9 +118,9 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
         size_of = sum(file.stat().st_size for file in (folder / "blocking").iterdir())
         shutil.rmtree(folder)
         rounds.append(found)
-    print(f"a checkpoint has {size_of / 1e9:.2f} GB; in round 0 the memory for the copies was allocated")
-    later = rounds[1:] or rounds
-    blocking, standstill = (statistics.median(values) for values in zip(*map(_pair, later), strict=True))
+    print(f"a checkpoint has {size_of / 1e9:.2f} GB")
+    counted = rounds if arguments.prepare else rounds[1:] or rounds
+    blocking, standstill = (statistics.median(values) for values in zip(*map(_pair, counted), strict=True))
     print(f"standstill, median: blocking {blocking:.3f} s, background {standstill:.3f} s")
     print(f"blocking : background = {blocking / standstill:.1f}")
     parallel.destroy()
@@ -285,6 +288,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="the optimizer's moments are offloaded")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=64, help="sequences of an update, without --loop")
+    parser.add_argument("--no-prepare", dest="prepare", action="store_false", help="the first save allocates memory")
     parser.add_argument("--loop", action="store_true", help="two complete runs instead of one engine")
     parser.add_argument("--gpus", type=int, default=1, help="with --loop")
     parser.add_argument("--steps", type=int, default=7, help="with --loop")

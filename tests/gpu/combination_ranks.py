@@ -1,8 +1,8 @@
 """One rank of the table of combinations: compile x gradient checkpointing x offload x LoRA x division of the model.
 
-`python -m tests.gpu.combination_ranks RANK DEVICE MODEL OUT PORT...`, a port for each division; CUDA_VISIBLE_DEVICES
-names the GPU. Each combination loads a small random model, makes two updates and writes what it computed as JSON, or
-the error. `test_combinations_on_cuda` starts two of them and compares.
+`python -m tests.gpu.combination_ranks RANK DEVICE MODEL OUT DIVISION PORT`; CUDA_VISIBLE_DEVICES names the GPU. Each
+combination of the division loads a small random model, makes two updates and writes what it computed as JSON, or the
+error. `test_combinations_on_cuda` starts two of them for each division and compares.
 """
 
 from __future__ import annotations
@@ -162,27 +162,27 @@ def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[s
 
 
 def main() -> None:
-    """Run this rank's part of every combination."""
+    """Run this rank's part of every combination of a division."""
     rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    name, port = sys.argv[5], int(sys.argv[6])
+    dims = DIVISIONS[name].dims
+    if rank >= dims.world_size:
+        return
     found: dict[str, Any] = {}
-    for (name, division), port in zip(DIVISIONS.items(), sys.argv[5:], strict=True):
-        if rank >= division.dims.world_size:
-            continue
-        parallel = init_process_group(device, rank, division.dims, connect("127.0.0.1", int(port), 120), 120)
-        for combination in combinations_of(name):
-            torch.compiler.reset()
-            try:
-                found[combination.name] = run(parallel, model, combination)
-            except Exception:  # noqa: BLE001 - the other rows are wanted all the same; the test fails on this one
-                found[combination.name] = {"error": traceback.format_exc()}
-            # One line each, so that a run which is cut off shows how far it came.
-            sys.stdout.write(
-                f"rank {rank}: {combination.name}: {'failed' if 'error' in found[combination.name] else 'ok'}\n"
-            )
-            sys.stdout.flush()
-            gc.collect()
-        parallel.destroy()
-    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+    parallel = init_process_group(device, rank, dims, connect("127.0.0.1", port, 120), 120)
+    for combination in combinations_of(name):
+        torch.compiler.reset()
+        try:
+            found[combination.name] = run(parallel, model, combination)
+        except Exception:  # noqa: BLE001 - the other rows are wanted all the same; the test fails on this one
+            found[combination.name] = {"error": traceback.format_exc()}
+        # One line each, so that a run which is cut off shows how far it came.
+        outcome = "failed" if "error" in found[combination.name] else "ok"
+        sys.stdout.write(f"rank {rank}: {combination.name}: {outcome}\n")
+        sys.stdout.flush()
+        gc.collect()
+    parallel.destroy()
+    (out / f"{name}, rank {rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

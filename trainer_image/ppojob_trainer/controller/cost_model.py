@@ -11,7 +11,8 @@ GPUs separates the two parts. The fixed part is the time of the longest response
 divided part is the work of all responses.
 
 The model leaves out networks (the gathers of a pool that is newly spread over several nodes), memory (fewer tokens per
-pass), and the sleep and wake-up of engines that share a GPU.
+pass), the sleep and wake-up of engines that share a GPU, and the passes in which pipeline stages wait for one another:
+with more GPUs, a rank has fewer micro-batches, so the share of these passes grows.
 """
 
 from __future__ import annotations

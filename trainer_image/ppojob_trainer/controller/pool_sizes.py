@@ -2,9 +2,9 @@
 
 A candidate has fewer GPUs in one pool, more GPUs in one pool, or some GPUs moved from one pool to another. A pool of
 several nodes grows and shrinks by nodes. A pool of one node grows and shrinks by GPUs, up to the GPUs of a node; with
-device CPU by nodes, because the workers of a node share its cores. Candidates must be valid (`tensorParallelSize` and
-`sequenceParallelSize` divide them) and range from half to double the current size: the cost model of one layout is not
-reliable beyond that. Whether the cluster has the GPUs is not checked.
+device CPU by nodes, because the workers of a node share its cores. Candidates must be valid, for example divisible by
+tensorParallelSize x sequenceParallelSize x pipelineParallelSize. They range from half to double the current size: the
+cost model of one layout is not reliable beyond that. Whether the cluster has the GPUs is not checked.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGrou
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
 from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker, rollout_environment
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
-from ppojob_trainer.worker_groups.roles.trained import ModelSize, TrainedWorker, join
+from ppojob_trainer.worker_groups.roles.trained import EngineWorker, ModelSize, TrainedWorker, join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -258,6 +258,9 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
+    if in_background and 0 < spec.checkpoint.every_steps < total_steps:
+        trained = (groups.actor, groups.critic)
+        await asyncio.gather(*(role.group.call(EngineWorker.prepare_saves) for role in trained if role is not None))
     sent = await phases.run(Phase.CONNECT_WEIGHTS, OWN, 0, groups.weights.connect())
     logger.info("all models are loaded")
     pool_of = pools_of_roles(spec)

@@ -2,7 +2,7 @@
 
 A job is refused only if it could never run: the check counts only the copies of offloaded parameters and moments. A
 background save also copies what is on the GPUs. If that leaves too little memory, checkpoints are written while the run
-waits, which copies nothing. Called by `groups` on CUDA. Pure.
+waits, which copies nothing. Called by `groups` on CUDA, and by `planning`. Pure.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.model import TrainedModel
+from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.main.memory_fit import gpus_of_a_copy
+from ppojob_trainer.main.memory_fit import gpus_of_a_stage
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = ["OF_A_PROCESS", "HostNeed", "host_needs", "saves_in_background"]
@@ -40,17 +41,28 @@ class HostNeed:
 def host_needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[HostNeed]]:
     """Return the host memory that the roles in `sizes` need, by the address of the host of their first rank.
 
-    Each node of a pool has an equal part of a role. Pools whose first ranks have the same address share a host.
+    Each node of a pool has an equal part of a role; if pipeline stages differ, the largest part of a node is returned.
+    Pools whose first ranks have the same address share a host.
     """
     found: dict[str, list[HostNeed]] = {}
     pool_of = pools_of_roles(spec)
     for role, size in sizes.items():
         pool = spec.pool(pool_of[role])
-        share = size.num_parameters * pool.gpus_per_node / gpus_of_a_copy(spec, role, pool.gpus)
+        share = _most_of_a_node(size, pool) / gpus_of_a_stage(spec, role, pool.gpus)
         offloaded, staged = _bytes(spec, role)
         need = HostNeed(role, share * offloaded, share * staged, pool.gpus_per_node)
         found.setdefault(size.host, []).append(need)
     return found
+
+
+def _most_of_a_node(size: ModelSize, pool: Pool) -> int:
+    """Return the sum of the parameters of the stages of a node's GPUs, of the node where it is largest.
+
+    A stage counts once for each of its GPUs.
+    """
+    stages = size.stages or (size.num_parameters,)
+    of_gpus = [stage for stage in stages for _ in range(pool.gpus // len(stages))]
+    return max(sum(of_gpus[first : first + pool.gpus_per_node]) for first in range(0, pool.gpus, pool.gpus_per_node))
 
 
 def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tuple[bool, list[str]]:
@@ -67,9 +79,8 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         if offloaded > total:
             raise ModelMismatchError(
                 f"host {host} cannot hold the offloaded tensors: it has {total / _GB:.1f} GB, and "
-                f"{offloaded / _GB:.1f} GB "
-                f"are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), use lora, or leave out "
-                "model.<role>.offload of a role"
+                f"{offloaded / _GB:.1f} GB are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), "
+                "use lora, or leave out model.<role>.offload of a role"
             )
         staged = sum(need.staged for need in roles)
         needed = offloaded + staged + OF_A_PROCESS * sum(need.num_processes for need in roles)

@@ -1,13 +1,14 @@
 """Checks whether the models fit on the GPUs of their pools, before any of them is loaded.
 
 Each role is a process, and its allocator keeps the memory of its phases: the peaks of a pool's roles add up. A role
-with offload returns its memory after its phases. Before engines that slept wake up, all roles in their pools return it.
+with offload returns its memory after its phases. Before sleeping engines wake up, all roles in their pools return it.
 
 A job is refused only if it could never run: the check counts the least that a role needs, which is weights, gradients
-and AdamW's two moments, divided over the GPUs of a copy of the model, and vLLM's share. The memory of activations
-depends on how full the micro-batches are, so it is estimated for full ones, and a pool that is too small for it gets a
-warning. If there is room beside all of that, models stay gathered through an optimizer step (`stay_gathered`). Called
-by `groups` on CUDA, and by `planning`, which measures the activations on fake tensors. Pure.
+and AdamW's two moments, divided over the GPUs of a copy of the model, and vLLM's share. Of a pipeline, it counts the
+largest stage. The memory of activations depends on how full the micro-batches are, so it is estimated for full ones,
+and a pool that is too small for it gets a warning. If there is room beside all of that, models stay gathered through an
+optimizer step (`stay_gathered`). Called by `groups` on CUDA, and by `planning`, which measures the activations on fake
+tensors. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = [
     "PoolMemory",
     "check_memory",
     "engine_weights",
-    "gpus_of_a_copy",
+    "gpus_of_a_stage",
     "needs",
     "pool_memory",
     "requested_gathering",
@@ -133,18 +134,18 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
         pool = pool_of[role]
         gpus = spec.pool(pool).gpus
         tokens = partial(_tokens, spec, gpus)
-        share = size.num_parameters / gpus_of_a_copy(spec, role, gpus)
+        share = size.largest_stage / gpus_of_a_stage(spec, role, gpus)
         if role in trained:
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
             need = _trained(role, share, own, full * _kept(size, own, training))
             # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
             gradients = 0 if own.lora is not None else _FLOAT32
-            need = replace(need, gathered=_gathered(size, gpus, gradients, training))
+            need = replace(need, gathered=_gathered(spec, role, size, gpus, gradients))
         elif role == "ref":
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
-            need = replace(need, gathered=_gathered(size, gpus, 0, spec.actor))
+            need = replace(need, gathered=_gathered(spec, role, size, gpus, 0))
         else:
             full = tokens(batch, model.reward.max_tokens_per_gpu if model.reward is not None else 0)
             need = _frozen(role, share, FrozenOffload(), full * _layer(size))
@@ -152,10 +153,19 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
     return found
 
 
-def gpus_of_a_copy(spec: PPOJobSpec, role: str, gpus: int) -> int:
-    """Return over how many of its GPUs a role's model is divided; with HSDP there are several copies."""
+def gpus_of_a_stage(spec: PPOJobSpec, role: str, gpus: int) -> int:
+    """Return over how many of its GPUs a role's model, or a pipeline stage of it, is divided.
+
+    With HSDP there are several copies of it.
+    """
     dividing = _dividing(spec)
-    return dividing[role].gpus_of_a_copy(gpus) if role in dividing else gpus
+    of_copy = dividing[role].gpus_of_a_copy(gpus) if role in dividing else gpus
+    return of_copy // _num_stages(spec, role)
+
+
+def _num_stages(spec: PPOJobSpec, role: str) -> int:
+    dividing = _dividing(spec)
+    return dividing[role].pipeline_parallel_size if role in dividing else 1
 
 
 def _dividing(spec: PPOJobSpec) -> dict[str, Trained]:
@@ -194,21 +204,21 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     return kept
 
 
-def _gathered(size: ModelSize, gpus: int, gradients: int, dividing: Trained) -> float:
-    """Return the bytes of a gathered model, with `gradients` bytes per parameter for its gradients.
+def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients: int) -> float:
+    """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
-    Of a pipeline, only a stage is gathered; of divided experts, those of a rank. On a single GPU the gradients are
+    Of divided experts, those of a rank are gathered. If a single GPU computes a model or stage, the gradients are
     accumulated in place.
     """
-    elsewhere = size.in_experts - size.in_experts / dividing.expert_parallel_size
-    gathered = (size.num_parameters - elsewhere) / dividing.pipeline_parallel_size
-    return gathered * (_BFLOAT16 + (gradients if gpus > 1 else 0))
+    is_summed = gpus // _num_stages(spec, role) > 1
+    of_others = size.in_experts - size.in_experts / _dividing(spec)[role].expert_parallel_size
+    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0))
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
-    weights, is_away = parameters * _BFLOAT16, offload.parameters
-    resident = 0.0 if is_away else weights
-    return Need(role, weights, resident=resident, activations=activations, is_returned=is_away)
+    weights, is_offloaded = parameters * _BFLOAT16, offload.parameters
+    resident = 0.0 if is_offloaded else weights
+    return Need(role, weights, resident=resident, activations=activations, is_returned=is_offloaded)
 
 
 def _trained(role: str, parameters: float, model: TrainedModel, activations: float) -> Need:
@@ -225,8 +235,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
-    embeddings whole, into stages, of which two have more than their layers, or by expert parallelism, with which a GPU
-    may have to compute more tokens than its own.
+    embeddings whole, into stages, whose messages are not counted here, or by expert parallelism, with which a GPU may
+    have to compute more tokens than its own.
     """
     divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)

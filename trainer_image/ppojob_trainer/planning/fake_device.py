@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +33,8 @@ __all__ = ["LiveBytes", "as_on_cuda", "fake_ranks"]
 _BLOCK: Final = 512
 """CUDA's allocator rounds sizes up to this many bytes."""
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
-_GATHERS: Final = ("allgather", "all_gather")
+_KINDS: Final = {"gather": ("allgather", "all_gather"), "reduce": ("reduce",), "pipeline": ("recv",)}
+"""Words in the names of operations, by the kind of traffic; all others are exchanges."""
 _ANY_TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -112,23 +115,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._sizes.pop(key)
 
     def _receive(self, name: str, args: Any) -> None:
-        if "wait" in name:
+        if "wait" in name or name.startswith("send"):
             return
         sizes = [tensor.nbytes for tensor in tree_iter(args) if isinstance(tensor, Tensor)]
-        kind = "gather" if any(word in name for word in _GATHERS) else "reduce" if "reduce" in name else "exchange"
+        kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
         # Of a gather the result is the largest, of a reduction what is sent.
         self.received[kind] += max(sizes, default=0)
 
 
 @contextmanager
-def fake_ranks(dims: ParallelDims) -> Iterator[ParallelMesh]:
-    """Be rank 0 of a process group whose collectives do nothing."""
+def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
+    """Be the first rank of a pipeline stage in a process group whose collectives do nothing."""
     assert not dist.is_initialized(), "a plan needs a process without a process group"
-    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
+    rank = stage * dims.of_stage
+    dist.init_process_group("fake", rank=rank, world_size=dims.world_size, store=FakeStore())
     try:
-        yield create_mesh(torch.device("cpu"), 0, dims, _ANY_TIMEOUT)
+        with _replaced(_PipelineSchedule, "_warmup_p2p", _agree):
+            yield create_mesh(torch.device("cpu"), rank, dims, _ANY_TIMEOUT)
     finally:
         dist.destroy_process_group()
+
+
+def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
+    """Stages ask each other whether all know the sizes of their messages, as ours do. Fake ranks do not answer."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
 
 
 @contextmanager

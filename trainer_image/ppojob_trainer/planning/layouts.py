@@ -23,7 +23,8 @@ def plan_other_sizes(spec: PPOJobSpec, gpus: Mapping[str, Gpu], *, runner: Runne
     known: dict[object, Measured] = {}
 
     def once(work: Work) -> Measured:
-        key = (work.kind, work.dims, work.sequences, work.num_passes, work.options.stays_gathered)
+        passes = (work.sequences, work.num_passes, work.num_forward)
+        key = (work.kind, work.dims, passes, work.options.stays_gathered)
         if key not in known:
             known[key] = runner(work)
         return known[key]

@@ -105,7 +105,7 @@ def plan_job(
 def _size(spec: PPOJobSpec, role: PlannedRole, gpu: Gpu) -> ModelSize:
     pool = spec.pool(role.pool)
     limit = int(parse_quantity(pool.resources_per_gpu.memory)) * pool.gpus_per_node
-    size = size_of(role.config, role.source, int(gpu.memory))
+    size = size_of(role.config, role.source, int(gpu.memory), role.divided_like)
     return replace(size, host=role.pool, host_bytes=limit)
 
 

@@ -16,13 +16,20 @@ __all__ = ["PoolPlan", "RolePlan"]
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role. need: its memory as the pool's sum takes it. peak: most bytes of its own phases on a GPU."""
+    """One role. need: its memory as the pool's sum takes it. peak: most bytes of its own phases on a GPU. Of a
+    pipeline, they are the most of any stage.
+    """
 
     role: PlannedRole
     measured: Measured
     need: Need
     peak: float
     stays_gathered: bool
+
+    @property
+    def stages(self) -> int:
+        """Stages of its pipeline; 1 without one."""
+        return 1 if self.role.divided_like is None else self.role.divided_like.pipeline_parallel_size
 
 
 @dataclass(frozen=True)

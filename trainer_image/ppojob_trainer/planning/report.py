@@ -13,7 +13,7 @@ from ppojob_trainer.planning.comparison import MEASURED_ON, Compared, stored, ti
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
 from ppojob_trainer.planning.pool import PoolPlan
-from ppojob_trainer.planning.seconds import Seconds, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import Link, links_of
 
 __all__ = ["as_json", "as_text"]
@@ -66,6 +66,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
                     "activations": found.need.activations,
                     "peak": found.peak,
                     "staysGathered": found.stays_gathered,
+                    "stages": found.stages,
                 }
                 for found in pool.roles
             ],
@@ -78,6 +79,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
         "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
         "links": [vars(link) for link in _links_of(plan)],
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
+        "idleShares": _idle_shares(plan),
         "notes": list(plan.notes),
         "layouts": [{"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits} for one in others],
         "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
@@ -109,7 +111,9 @@ def _pool(pool: PoolPlan) -> Table:
     for found in pool.roles:
         need = found.need
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, found.peak)
-        name = found.role.name + (" (stays gathered)" if found.stays_gathered else "")
+        remarks = ["stays gathered"] if found.stays_gathered else []
+        remarks += [f"most of {found.stages} stages"] if found.stages > 1 else []
+        name = found.role.name + (f" ({', '.join(remarks)})" if remarks else "")
         table.add_row(name, f"{found.measured.num_parameters / 1e9:.2f}", *map(_gb, sizes))
     memory = pool.memory
     if pool.engine is not None:
@@ -172,14 +176,20 @@ def _slowest(plan: Plan) -> Gpu:
 def _seconds_of(plan: Plan) -> Seconds:
     roles = {name: found.role for name, found in plan.roles.items()}
     work = workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
-    return seconds_of(plan.spec, work, _slowest(plan), timed_runs())
+    return seconds_of(plan.spec, work, _slowest(plan), timed_runs(), _idle_shares(plan))
+
+
+def _idle_shares(plan: Plan) -> dict[str, float]:
+    return idle_shares(plan.spec, {name: found.role for name, found in plan.roles.items()})
 
 
 def _seconds(plan: Plan) -> Group:
     found, gpu = _seconds_of(plan), _slowest(plan)
     table = _table("seconds of a step", "")
+    idle = _idle_shares(plan)
     for phase, seconds in found.phases.items():
-        table.add_row(phase, f"{seconds:.1f}")
+        waits = f" (pipeline: {idle[phase]:.0%} idle)" if phase in idle else ""
+        table.add_row(phase + waits, f"{seconds:.1f}")
     table.add_row("step", f"{found.step.seconds:.1f}")
     scaled = "" if gpu == MEASURED_ON else f", scaled to {gpu.name} by the data sheets"
     rates = (

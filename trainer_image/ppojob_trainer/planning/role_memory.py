@@ -4,18 +4,24 @@
     pass     log-probs or values of a full micro-batch, without backward
     update   forward, backward and AdamW's step on a full micro-batch, beside the gradients of the one before
 
-Called by `plan`. The engines' modules, FSDP, optimizer and losses are those of a real run; layers are not compiled.
-Rank 0 has the largest shards, so it is the rank that is measured.
+Called by `plan`. The engines' modules, FSDP, schedule, optimizer and losses are those of a real run; layers are not
+compiled. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, the first rank of three
+stages is measured: the first one (embedding, most micro-batches in flight), the second one (messages from both sides)
+and the last one (logits). All other stages need no more than the second.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import repeat
+from operator import or_
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
@@ -26,9 +32,11 @@ from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build
 from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.fsdp.loading import allocate
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
-from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
+from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
+from ppojob_trainer.engines.train.fsdp.passes import WINDOW, Pipelined, Received
 from ppojob_trainer.engines.train.fsdp.reward import build_reward_model
+from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.engines.train.objectives import Objective, PolicyObjective, ValueObjective
 from ppojob_trainer.maths.losses import Denominators
@@ -45,7 +53,8 @@ class Work:
     """One role's model and its fullest pass.
 
     kind: actor, critic, ref or reward_model. dims: of its ranks. sequences: of a full micro-batch, each of
-    prompt_tokens and response_tokens. num_passes: micro-batches of a minibatch. training: None if nothing is trained.
+    prompt_tokens and response_tokens. num_passes: micro-batches of a minibatch. num_forward: micro-batches of the whole
+    batch; only a pipeline's memory depends on it. training: None if nothing is trained.
     """
 
     kind: str
@@ -57,6 +66,7 @@ class Work:
     prompt_tokens: int
     response_tokens: int
     training: ActorSpec | CriticSpec | None = None
+    num_forward: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,9 @@ class Measured:
     """Bytes of one rank, beside the parameters of the whole model. layer_parameters: that compute for a token.
 
     forward, update: most live bytes in a pass without backward, and in an optimizer step. traffic, update_traffic:
-    bytes that the rank receives in collectives in such a pass, by kind.
+    bytes that the rank receives from others for one micro-batch of such a pass, by kind. step_traffic: once in an
+    optimizer step; without a pipeline it is part of update_traffic. Of a pipeline, each number is the most of any
+    stage.
     """
 
     num_parameters: int
@@ -76,6 +88,7 @@ class Measured:
     update: int = 0
     traffic: Counter[str] = field(default_factory=Counter)
     update_traffic: Counter[str] = field(default_factory=Counter)
+    step_traffic: Counter[str] = field(default_factory=Counter)
 
     @property
     def peak(self) -> int:
@@ -89,21 +102,36 @@ class Measured:
 
 
 def measure(work: Work) -> Measured:
-    """Run the role's passes once."""
+    """Run the role's passes once, on each stage that may need most."""
+    last = work.dims.pipeline - 1
+    return _most([measure_stage(work, stage) for stage in sorted({0, min(1, last), last})])
+
+
+def measure_stage(work: Work, stage: int) -> Measured:
+    """Run the role's passes once, on the first rank of a stage; without a pipeline, all ranks are stage 0."""
     live = LiveBytes()
-    with fake_ranks(work.dims) as parallel, as_on_cuda(live):
+    with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
         module = _built(work, parallel)
-        num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        layer_parameters = _active(module, work.config)
+        num_parameters, layer_parameters = _counted(module, work.config)
         micro = None if work.kind == "reward_model" else _micro_batch(work, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
+            schedule = _Schedule.of(work, module, micro, parallel)
             found = Measured(num_parameters, live.now, layer_parameters)
-            found = _forward(work, module, micro, live, found)
+            found = _forward(work, module, micro, schedule, live, found)
             if work.training is None:
                 return found
             assert micro is not None, "a reward model is not trained"
-            return _update(work, module, micro, live, found)
+            return _update(work, module, micro, schedule, live, found)
+
+
+def _most(stages: Sequence[Measured]) -> Measured:
+    numbers = ("weights", "gradients", "optimizer", "forward", "update")
+    most: dict[str, Any] = {name: max(getattr(stage, name) for stage in stages) for name in numbers}
+    # Of counters, `|` is the larger count of each key.
+    traffic = ("traffic", "update_traffic", "step_traffic")
+    most |= {name: reduce(or_, (getattr(stage, name) for stage in stages)) for name in traffic}
+    return replace(stages[0], **most)
 
 
 def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
@@ -113,6 +141,17 @@ def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
     build: Any = build_critic if work.kind == "critic" else build_policy
     module: nn.Module = build(work.config, options, parallel)[0]
     return module
+
+
+def _counted(module: nn.Module, config: PretrainedConfig) -> tuple[int, float]:
+    """Return the parameters of the whole model, and how many numbers of its decoder layers compute for a token."""
+    if not isinstance(module, PolicyModule | ValueModule) or module.stage is None:
+        return sum(parameter.numel() for parameter in module.parameters()), _active(module, config)
+    # Stages of mixtures of experts are refused, so all numbers of a layer compute.
+    parts = module.stage.parts
+    value_head = config.get_text_config().hidden_size + 1 if isinstance(module, ValueModule) else 0
+    in_layers = sum(part.numel for part in parts if part.layer is not None)
+    return sum(part.numel for part in parts) + value_head, in_layers
 
 
 def _active(module: nn.Module, config: PretrainedConfig) -> float:
@@ -135,59 +174,170 @@ def _micro_batch(work: Work, parallel: ParallelMesh) -> MicroBatch:
     return micro
 
 
+@dataclass(frozen=True)
+class _Schedule:
+    """The engine's schedule of a pipeline stage, with fewer micro-batches: from stages + 1 of them on, each further one
+    adds its messages alone.
+
+    width: tokens of a message. messages: bytes of a micro-batch's messages from or to the stages beside this one.
+    """
+
+    passes: Pipelined
+    micro: MicroBatch
+    stages: int
+    width: int
+    messages: int
+
+    @classmethod
+    def of(cls, work: Work, module: nn.Module, micro: MicroBatch | None, parallel: ParallelMesh) -> _Schedule | None:
+        """Return the schedule of a rank; None without a pipeline."""
+        peers = parallel.pipeline
+        if peers is None or micro is None:
+            return None
+        hidden = torch.zeros(work.config.get_text_config().hidden_size, dtype=work.options.dtype)
+        is_reduced_once = work.options.stays_gathered and parallel.num_averaged > 1
+
+        def before_backward(is_last: bool) -> None:
+            if is_reduced_once:
+                cast(FSDPModule, module).set_requires_gradient_sync(is_last)
+
+        width = micro.tokens.input_ids.shape[1]
+        neighbours = (not peers.is_first) + (not peers.is_last)
+        messages = neighbours * width * hidden.nbytes
+        return cls(Pipelined(peers, hidden, before_backward), micro, peers.size, width, messages)
+
+    def forward(self, module: nn.Module, number: int, live: LiveBytes) -> tuple[int, Counter[str]]:
+        """Run a forward pass of a number of micro-batches; return its peak, and the traffic of a micro-batch."""
+        plan = self._plan(min(number, WINDOW * self.stages))
+        self.passes.forward(repeat(self.micro, plan.number), plan, partial(_compute, module))
+        return self._extended(min(number, WINDOW * self.stages), plan, live)
+
+    def backward(self, work: Work, module: nn.Module, num_averaged: int, live: LiveBytes) -> tuple[int, Counter[str]]:
+        """Run forward and backward passes of a minibatch; return their peak, and the traffic of a micro-batch."""
+        plan = self._plan(work.num_passes)
+        loss = partial(_loss, work, num_averaged)
+        self.passes.backward(repeat(self.micro, plan.number), plan, partial(_compute, module), loss)
+        return self._extended(work.num_passes, plan, live)
+
+    def _plan(self, number: int) -> MicroBatchPlan:
+        return MicroBatchPlan(min(number, self.stages + 1), self.width, self.width)
+
+    def _extended(self, number: int, plan: MicroBatchPlan, live: LiveBytes) -> tuple[int, Counter[str]]:
+        received = Counter({kind: size // plan.number for kind, size in live.received.items()})
+        return live.peak + (number - plan.number) * self.messages, received
+
+
+def _compute(module: nn.Module, micro: MicroBatch, received: Received | None = None) -> tuple[Tensor, ...]:
+    """Return the module's outputs for a micro-batch, as the engine's passes do."""
+    outputs = (
+        module(micro.tokens, 1.0, received) if isinstance(module, PolicyModule) else module(micro.tokens, received)
+    )
+    found: tuple[Tensor, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert isinstance(module, PolicyModule | ValueModule), "a reward model is not trained"
+    return found if is_sent(module.stage) else tuple(micro.spread(values) for values in found)
+
+
 @torch.no_grad()
-def _forward(work: Work, module: nn.Module, micro: MicroBatch | None, live: LiveBytes, found: Measured) -> Measured:
+def _forward(
+    work: Work,
+    module: nn.Module,
+    micro: MicroBatch | None,
+    schedule: _Schedule | None,
+    live: LiveBytes,
+    found: Measured,
+) -> Measured:
     module.eval()
     live.restart()
+    if schedule is not None:
+        peak, received = schedule.forward(module, work.num_forward, live)
+        _reshard(module)
+        return replace(found, forward=peak, traffic=received)
     if micro is None:
         shape = (work.sequences, work.prompt_tokens + work.response_tokens)
         module(input_ids=torch.zeros(shape, dtype=torch.int64), attention_mask=torch.ones(shape, dtype=torch.int64))
-    elif isinstance(module, PolicyModule):
-        module(micro.tokens, 1.0)
     else:
-        module(micro.tokens)
+        _compute(module, micro)
     _reshard(module)
     return replace(found, forward=live.peak, traffic=live.received)
 
 
-def _update(work: Work, module: nn.Module, micro: MicroBatch, live: LiveBytes, found: Measured) -> Measured:
+def _update(
+    work: Work,
+    module: nn.Module,
+    micro: MicroBatch,
+    schedule: _Schedule | None,
+    live: LiveBytes,
+    found: Measured,
+) -> Measured:
     assert work.training is not None, "only trained roles are updated"
-    sharded = cast(FSDPModule, module)
-    optimizer = Optimizer(module, work.training, total_steps=1)
+    sharded = cast(PolicyModule | ValueModule, module)
+    optimizer = _optimizer(work.training, sharded)
     # AdamW creates its moments in the first step, and from the second on they are there.
     _give_gradients(optimizer)
     optimizer.step(optimizer.clip())
     moments = live.now - found.weights
     module.train()
     live.restart()
-    num_averaged, waits = work.dims.world_size // work.dims.tensor, work.options.stays_gathered
-    if work.num_passes > 1 and waits and num_averaged > 1:
+    num_averaged = work.dims.of_stage // work.dims.tensor
+    if schedule is not None:
+        peak, received = schedule.backward(work, module, num_averaged, live)
+        live.received.clear()
+    else:
+        _backward(work, module, micro, optimizer, num_averaged, live)
+        peak, received = live.peak, live.received
+    _reshard(module)
+    gradients = live.now - found.weights - moments
+    sum_tied_gradients(sharded.language_model, sharded.stage)
+    optimizer.step(optimizer.clip())
+    return replace(
+        found,
+        gradients=gradients,
+        optimizer=moments,
+        update=max(peak, live.peak),
+        update_traffic=received,
+        step_traffic=Counter() if schedule is None else live.received,
+    )
+
+
+def _optimizer(training: ActorSpec | CriticSpec, module: PolicyModule | ValueModule) -> Optimizer:
+    stage = module.stage
+    if stage is None:
+        return Optimizer(module, training, total_steps=1)
+    copy = None if stage.copy is None else module.language_model.get_parameter(stage.copy)
+    return Optimizer(module, training, 1, stage.peers, copy)
+
+
+def _backward(
+    work: Work, module: nn.Module, micro: MicroBatch, optimizer: Optimizer, num_averaged: int, live: LiveBytes
+) -> None:
+    """Run the last micro-batch of a minibatch, beside the gradients of those before; count its traffic alone."""
+    sharded = cast(FSDPModule, module)
+
+    def run() -> None:
+        # No name for the outputs, as in the engine.
+        torch.autograd.backward(_loss(work, num_averaged, micro, _compute(module, micro)))
+
+    if work.num_passes > 1 and work.options.stays_gathered and num_averaged > 1:
         sharded.set_requires_gradient_sync(False)
-        _backward(work, module, micro, num_averaged)
+        run()
         sharded.set_requires_gradient_sync(True)
     elif work.num_passes > 1:
         _give_gradients(optimizer)
     live.received.clear()
-    _backward(work, module, micro, num_averaged)
-    _reshard(module)
-    gradients = live.now - found.weights - moments
-    optimizer.step(optimizer.clip())
-    return replace(found, gradients=gradients, optimizer=moments, update=live.peak, update_traffic=live.received)
+    run()
 
 
-def _backward(work: Work, module: nn.Module, micro: MicroBatch, num_averaged: int) -> None:
+def _loss(work: Work, num_averaged: int, micro: MicroBatch, outputs: tuple[Tensor, ...]) -> Tensor:
+    assert work.training is not None, "only trained roles are updated"
     mask = micro.fields[Keys.RESPONSE_MASK]
-    objective: Objective
-    if isinstance(work.training, ActorSpec):
-        # A loss of the user needs its module; in memory it differs little from PPO's.
-        objective = PolicyObjective(work.training, AlgorithmSpec())
-        outputs = tuple(micro.spread(values) for values in module(micro.tokens, 1.0))
-    else:
-        assert work.training is not None, "only trained roles are updated"
-        objective = ValueObjective(work.training)
-        outputs = (micro.spread(module(micro.tokens)),)
+    # A loss of the user needs its module; in memory it differs little from PPO's.
+    objective: Objective = (
+        PolicyObjective(work.training, AlgorithmSpec())
+        if isinstance(work.training, ActorSpec)
+        else ValueObjective(work.training)
+    )
     loss, _ = objective.loss(outputs, micro.fields, Denominators(float(mask.numel()), float(len(mask))))
-    torch.autograd.backward(loss * num_averaged)
+    return loss * num_averaged
 
 
 def _give_gradients(optimizer: Optimizer) -> None:

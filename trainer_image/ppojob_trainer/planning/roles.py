@@ -17,7 +17,7 @@ from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.fsdp.reward import padded_parts
 from ppojob_trainer.engines.train.model_fit import check_context, check_heads
-from ppojob_trainer.maths.packing import micro_batches
+from ppojob_trainer.maths.packing import micro_batches, num_micro_batches
 from ppojob_trainer.planning.role_memory import Work
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, dims_of
 
@@ -83,7 +83,7 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
     Raises:
         ShapeNotFoundError: see `configs`.
         ModelMismatchError: a model cannot be divided by the sizes of the spec, or its context is too short.
-        ValueError: a role has an engine of the user, a pipeline, or divided experts.
+        ValueError: a role has an engine of the user, or divided experts.
     """
     model, actor = spec.model, spec.model.actor
     for section, training in (("actor", spec.actor), ("critic", spec.critic)):
@@ -129,12 +129,8 @@ def _role(
         sizes = {
             "tensorParallelSize": training.tensor_parallel_size,
             "sequenceParallelSize": training.sequence_parallel_size,
+            "pipelineParallelSize": training.pipeline_parallel_size,
         }
-        if (stages := training.pipeline_parallel_size) > 1:
-            raise ValueError(
-                f"spec.{section}.pipelineParallelSize: {stages}: a plan runs the passes of one rank, and cannot run a "
-                f"pipeline: add --set spec.{section}.pipelineParallelSize=1 for a plan of the same GPUs without stages"
-            )
         if (experts := training.expert_parallel_size) > 1:
             raise ValueError(
                 f"spec.{section}.expertParallelSize: {experts}: a plan runs the passes of one rank, and does not "
@@ -153,9 +149,8 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
     Raises:
         ValueError: a single sequence is longer than `maxTokensPerGPU`.
     """
-    gpus = spec.pool(role.pool).gpus
-    dims = dims_of(role.divided_like, gpus)
-    ranks = dims.world_size // dims.model_parallel
+    dims = dims_of(role.divided_like, spec.pool(role.pool).gpus)
+    ranks = dims.num_shards
     length = spec.data.max_prompt_length + spec.data.max_response_length
     samples = spec.rollout.samples_per_prompt
     whole = _rows(spec.data.train_batch_size * samples, ranks)
@@ -163,10 +158,10 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
         parts = padded_parts([length] * whole, role.max_tokens)
         return Passes(max(map(len, parts)), len(parts), 0, 0)
     most = role.max_tokens * dims.sequence
-    batch = micro_batches([length] * whole, most)
+    batch = _micro_batches(length, whole, most, dims.pipeline)
     if role.training is None:
         return Passes(max(map(len, batch)), len(batch), 0, 0)
-    part = micro_batches([length] * _rows(role.training.mini_batch_size * samples, ranks), most)
+    part = _micro_batches(length, _rows(role.training.mini_batch_size * samples, ranks), most, dims.pipeline)
     updates = spec.data.train_batch_size // role.training.mini_batch_size * spec.algorithm.epochs
     return Passes(max(map(len, [*batch, *part])), len(batch), len(part), updates)
 
@@ -184,10 +179,17 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
         dims=dims_of(role.divided_like, spec.pool(role.pool).gpus),
         sequences=passes.sequences,
         num_passes=passes.in_minibatch,
+        num_forward=passes.in_batch,
         prompt_tokens=spec.data.max_prompt_length,
         response_tokens=spec.data.max_response_length,
         training=role.training,
     )
+
+
+def _micro_batches(length: int, rows: int, most: int, stages: int) -> list[list[int]]:
+    """Return the micro-batches of equal sequences; a pipeline has as many as stages, if there are so many sequences."""
+    lengths = [length] * rows
+    return micro_batches(lengths, most, max(num_micro_batches(lengths, most), min(stages, rows)))
 
 
 def _rows(sequences: int, ranks: int) -> int:

@@ -5,10 +5,15 @@ runs. Generation: each token of the longest response takes the host's time for a
 the memory delivers weights and cache. Weights: fixed seconds and seconds per byte. `controller.step_time` combines the
 phases as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or
 slower than the measured ones by their data sheets.
+
+The measured runs have no pipelines. The stages of a pipeline wait for (p - 1) of (m + p - 1) passes of p stages and m
+micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided over the GPUs takes longer by
+that. Stages are taken to be equally fast, and messages between them to cost nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +24,13 @@ from ppojob_trainer.controller.cost_model import Observation, fit_phase
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import StepTime, step_time
+from ppojob_trainer.engines.train.fsdp.passes import WINDOW
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
-from ppojob_trainer.planning.roles import PlannedRole
+from ppojob_trainer.planning.roles import PlannedRole, passes_of
+from ppojob_trainer.worker_groups.roles.trained import dims_of
 
-__all__ = ["Seconds", "TimedRun", "Workload", "seconds_of", "workload_of"]
+__all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "workload_of"]
 
 _BFLOAT16: Final = 2
 _COMPUTED: Final = {
@@ -69,12 +76,10 @@ class Seconds:
 def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> Workload:
     """Return the work of a step in which each response has the most tokens."""
     layout = layout_of(spec)
-    operations: dict[str, float] = {}
-    for phase, role in _COMPUTED.items():
-        source = "actor" if role == "ref" and role not in roles else role
-        if role in layout.pool_of and source in roles:
-            found = _operations(spec, roles[source], measured[source], is_update=phase in _UPDATES)
-            operations[phase] = found
+    operations = {
+        phase: _operations(spec, roles[source], measured[source], is_update=phase in _UPDATES)
+        for phase, source in _computed(spec, roles).items()
+    }
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
     actor: Any = roles["actor"].config.get_text_config()
     parts = spec.rollout.tensor_parallel_size
@@ -93,8 +98,34 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
     )
 
 
-def seconds_of(spec: PPOJobSpec, work: Workload, gpu: Gpu, runs: Sequence[TimedRun]) -> Seconds:
-    """Return the predicted seconds of a step on GPUs of one kind."""
+def _computed(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str, str]:
+    """Return the role whose model each phase computes; if the actor is its own reference, the actor's."""
+    sources = {phase: "actor" if role == "ref" and role not in roles else role for phase, role in _COMPUTED.items()}
+    pool_of = layout_of(spec).pool_of
+    return {phase: role for phase, role in sources.items() if _COMPUTED[phase] in pool_of and role in roles}
+
+
+def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str, float]:
+    """Return the share of its time in which a stage waits for others, of each phase that a pipeline computes."""
+    found = {}
+    for phase, role in _computed(spec, roles).items():
+        stages = dims_of(roles[role].divided_like, spec.pool(roles[role].pool).gpus).pipeline
+        if stages == 1:
+            continue
+        passes = passes_of(spec, roles[role])
+        number, fills = passes.in_minibatch, 1
+        if phase not in _UPDATES:
+            # Each schedule of a forward pass fills the pipeline again.
+            number, fills = passes.in_batch, math.ceil(passes.in_batch / (WINDOW * stages))
+        waits = fills * (stages - 1)
+        found[phase] = waits / (number + waits)
+    return found
+
+
+def seconds_of(
+    spec: PPOJobSpec, work: Workload, gpu: Gpu, runs: Sequence[TimedRun], idle: Mapping[str, float] | None = None
+) -> Seconds:
+    """Return the predicted seconds of a step on GPUs of one kind; `idle`: see `idle_shares`."""
     found: dict[str, float] = {}
     for phase, operations in work.operations.items():
         seen = [run for run in runs if phase in run.seconds and phase in run.workload.operations]
@@ -109,7 +140,8 @@ def seconds_of(spec: PPOJobSpec, work: Workload, gpu: Gpu, runs: Sequence[TimedR
             ],
         )
         share = operations / gpu.peak_flops / statistics.median(loads)
-        found[phase] = cost.fixed_s + cost.divided_gpu_s * share / work.gpus[phase]
+        is_computing = 1 - (idle or {}).get(phase, 0.0)
+        found[phase] = cost.fixed_s + cost.divided_gpu_s * share / work.gpus[phase] / is_computing
     generated = [run for run in runs if Phase.GENERATE in run.seconds]
     hosts = [
         run.seconds[Phase.GENERATE] / run.workload.decode_steps - run.workload.decode_bytes / run.gpu.bandwidth

@@ -1,7 +1,7 @@
 """Bytes that move in a step, by link, if each response has the most tokens that the spec allows. Called by `plan`.
 
 The links of the weights, the columns of the batch and the collectives are those of the code: `link_plans`, the columns
-that each method declares, and the calls that FSDP made on fake tensors.
+that each method declares, and the calls of FSDP and of the pipeline's schedule on fake tensors.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
         number = found[plan.backend].number if plan.backend in found else 0
         way = _WAYS.get(plan.backend, plan.backend)
         found[plan.backend] = Link("weights", way, size, number + len(plan.receivers))
+    if (stages := spec.actor.pipeline_parallel_size) > 1:
+        # Every stage broadcasts its layers, because every rank may be a sender.
+        between = Link(
+            "weights", "between the actor's stages", size * (stages - 1) / stages, spec.pool(placement.actor).gpus
+        )
+        return [*found.values(), between]
     return list(found.values())
 
 
@@ -90,7 +96,9 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
     for name, role in roles.items():
         passes, ranks = passes_of(spec, role), spec.pool(role.pool).gpus
         updates = passes.in_minibatch * passes.minibatches
-        for kind in sorted({*measured[name].traffic, *measured[name].update_traffic}):
-            each = passes.in_batch * measured[name].traffic[kind] + updates * measured[name].update_traffic[kind]
+        of_role = measured[name]
+        for kind in sorted({*of_role.traffic, *of_role.update_traffic, *of_role.step_traffic}):
+            each = passes.in_batch * of_role.traffic[kind] + updates * of_role.update_traffic[kind]
+            each += passes.minibatches * of_role.step_traffic[kind]
             found.append(Link(f"{name}: {kind}", "between its ranks", each, ranks))
     return found

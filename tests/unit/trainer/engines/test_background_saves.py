@@ -28,6 +28,7 @@ LIMIT_S = 60.0
 A_WHILE_S = 0.3
 WAITED = "timing_s/checkpoint/wait_actor"
 MOMENTS = Offload(optimizer=True)
+SINGLE_NUMBER = 4
 
 
 @dataclass
@@ -171,6 +172,54 @@ def test_the_second_save_uses_the_memory_of_the_first(
     metrics.pop(WAITED)
     resumed.restore(tmp_path / "2")
     assert resumed.update(batch) == metrics
+
+
+@pytest.mark.parametrize("offload", [Offload(), MOMENTS], ids=["nothing offloaded", "moments offloaded"])
+def test_a_save_that_was_prepared_for_allocates_nothing(
+    parallel: ParallelMesh,
+    model_path: Path,
+    batch: DataProto,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: Offload,
+) -> None:
+    engine, resumed = make_policy(parallel, model_path, offload=offload), make_policy(parallel, model_path)
+    sizes: dict[str, set[int]] = {}
+
+    def counted(num_bytes: int, *, pinned: bool) -> Tensor:
+        sizes.setdefault(threading.current_thread().name.rsplit("_", 1)[0], set()).add(num_bytes)
+        return host_buffer(num_bytes, pinned=pinned)
+
+    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", counted)
+    engine.prepare_saves()
+    engine.update(batch)
+    engine.save(tmp_path / "0", in_background=True)
+    wait_until_saved(engine)
+    metrics = engine.update(batch)
+
+    assert max(sizes["allocate copies"]) > SINGLE_NUMBER
+    random_state = torch.get_rng_state().nbytes
+    # AdamW counts its steps in one float32 for each parameter.
+    assert sizes["copy checkpoint"] <= {SINGLE_NUMBER, random_state}
+    metrics.pop(WAITED)
+    resumed.restore(tmp_path / "0")
+    assert resumed.update(batch) == metrics
+
+
+def test_memory_that_cannot_be_prepared_fails_the_save(
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(num_bytes: int, *, pinned: bool) -> Tensor:
+        raise RuntimeError("the driver cannot pin so much")
+
+    engine = make_policy(parallel, model_path)
+    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", refuse)
+    engine.prepare_saves()
+    engine.update(batch)
+    engine.save(tmp_path / "0", in_background=True)
+
+    with pytest.raises(CheckpointUnwritableError, match="the driver cannot pin so much"):
+        wait_until_saved(engine)
 
 
 def test_copies_that_fail_are_reported_and_hold_up_no_update(

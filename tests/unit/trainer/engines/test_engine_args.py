@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
-from ppojob_api.v1alpha1.rollout import SpeculativeSpec
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.errors import EngineArgumentError
 from ppojob_trainer.engines.rollout.options import SCHEDULER, RolloutOptions
 

@@ -69,7 +69,7 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
         (
             PretrainedConfig(model_type="mine"),
             {"actor.pipelineParallelSize": 2},
-            "actor.pipelineParallelSize 2: mine computes with code of its own, .* set it to 1",
+            "actor.pipelineParallelSize 2: mine has custom code, .* set it to 1",
         ),
         (Phi3Config(), {"actor.tensorParallelSize": 2}, "tensor parallelism of phi3 is not supported"),
         (PretrainedConfig(num_attention_heads=4), {"actor.tensorParallelSize": 2}, "no plan.*use sequenceParallelSize"),

@@ -201,7 +201,7 @@ def test_the_memory_of_activations_is_that_of_the_experts_that_a_token_uses(path
 
 
 def test_the_size_of_a_model_says_what_is_in_its_experts(path: Path) -> None:
-    size = size_of(AutoConfig.from_pretrained(path), ModelSource(str(path), False), gpu_bytes=1)
+    size = size_of(AutoConfig.from_pretrained(path), ModelSource(str(path), False), 1, None)
     assert size.in_experts == 2 * NUM_EXPERTS * 3 * EXPERT_SIZE * 48
     assert size.in_experts < size.num_parameters
 

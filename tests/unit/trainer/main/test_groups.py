@@ -141,6 +141,31 @@ async def test_the_learning_rate_schedules_get_the_length_of_the_run(
     assert story.given["reward load"] == (["gsm8k"],)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "is_prepared"),
+    [
+        ({"every_steps": 10}, True),
+        ({"every_steps": 10, "asynchronous": False}, False),
+        ({"every_steps": 0}, False),
+        # The last step's checkpoint is not written in the background.
+        ({"every_steps": 100}, False),
+    ],
+)
+async def test_memory_for_saves_in_the_background_is_prepared_if_there_will_be_one(
+    story: Story, checkpoint: dict[str, Any], is_prepared: bool
+) -> None:
+    story.size = ModelSize(GB, 80 * GB, host="h", host_bytes=1000 * GB)
+    spec = spec_of("CUDA", [])
+    trainer = spec.trainer.model_copy(update={"total_steps": 100})
+    chosen = spec.checkpoint.model_copy(update=checkpoint)
+    spec = spec.model_copy(update={"trainer": trainer, "checkpoint": chosen})
+
+    await groups.make_ready(made(story, []), spec, Phases({}, 60.0))
+
+    prepared = [what for what in story.told if what.endswith("prepare_saves")]
+    assert prepared == (["actor prepare_saves", "critic prepare_saves"] if is_prepared else [])
+
+
 @pytest.mark.parametrize("engine", ["FSDP", "Class"])
 async def test_the_memory_of_the_users_own_engine_is_not_judged(story: Story, engine: str) -> None:
     story.size = ModelSize(10 * GB, 80 * GB)

@@ -1,4 +1,4 @@
-"""What is offloaded takes the host's memory, and so does a save in the background: by hand, and when it is refused."""
+"""Host memory of offloaded state and of background saves, computed by hand, and which jobs are refused."""
 
 import os
 from pathlib import Path
@@ -48,6 +48,19 @@ def test_a_node_holds_several_copies_of_a_model() -> None:
     (actor, *_) = host_needs(hybrid, sizes(1, 64))["one"]
 
     assert (actor.offloaded, actor.staged) == (16 * GB, 8 * GB)
+
+
+@pytest.mark.parametrize(("nodes", "offloaded"), [(1, 8 * 1.2 * GB), (2, 8 * 0.7 * GB)])
+def test_the_node_with_most_of_a_pipeline_is_counted(nodes: int, offloaded: float) -> None:
+    """1 B parameters, of which 0.2 B are an embedding that both ends hold: one node has both stages, or the larger."""
+    whole = spec()
+    actor = whole.actor.model_copy(update={"pipeline_parallel_size": 2})
+    pools = [whole.pools[0].model_copy(update={"nodes": nodes}), whole.pools[1]]
+    stages = {"actor": ModelSize(GB, 80 * GB, host="one", host_bytes=GB, stages=(7 * GB // 10, GB // 2))}
+
+    (found,) = host_needs(whole.model_copy(update={"actor": actor, "pools": pools}), stages)["one"]
+
+    assert (found.offloaded, found.staged) == pytest.approx((offloaded, offloaded / 2))
 
 
 def test_roles_on_hosts_of_their_own_are_counted_apart() -> None:

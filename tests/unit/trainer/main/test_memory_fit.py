@@ -1,4 +1,4 @@
-"""What the roles of a pool need at the least, by hand, and when a placement is refused."""
+"""The least memory that the roles of a pool need, computed by hand, and which placements are refused."""
 
 import types
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, pool_memory, stay_gathered
-from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker, size_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
 
@@ -56,9 +56,8 @@ def test_each_copy_of_a_model_has_fewer_gpus() -> None:
     spec = spec_of(4)
     hybrid = spec.model_copy(update={"actor": spec.actor.model_copy(update={"fsdp_size": 2})})
     divided = hybrid.actor.model_copy(update={"fsdp_size": 1, "tensor_parallel_size": 2})
-    stages = hybrid.actor.model_copy(update={"fsdp_size": 1, "pipeline_parallel_size": 2})
-    others = (hybrid.model_copy(update={"actor": sizes}) for sizes in (divided, stages))
-    for each, weights in ((spec, GB), (hybrid, 2 * GB), *((other, 2 * GB) for other in others)):
+    tensor = hybrid.model_copy(update={"actor": divided})
+    for each, weights in ((spec, GB), (hybrid, 2 * GB), (tensor, 2 * GB)):
         (actor,) = needs(each, sizes(1))["a"]
         assert actor.weights == weights
 
@@ -67,8 +66,8 @@ def test_adapters_and_offload_need_less() -> None:
     (lora,) = needs(spec_of(lora={"rank": 8}), sizes(1))["a"][:1]
     assert (lora.total, lora.resident) == (1 * GB, 1 * GB)
 
-    (away,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
-    assert (away.total, away.resident) == (8 * GB, 0)
+    (offloaded,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
+    assert (offloaded.total, offloaded.resident) == (8 * GB, 0)
 
 
 def test_what_fits_passes() -> None:
@@ -93,11 +92,11 @@ def test_activations_of_full_micro_batches_by_hand() -> None:
     assert activations(10**6, gradientCheckpointing=False) == pytest.approx(24 * layer * 128 * 1024 / 16_384)
 
 
-def test_a_pool_that_full_micro_batches_would_fill_is_warned_of_and_runs() -> None:
+def test_a_pool_without_room_for_full_micro_batches_gets_a_warning() -> None:
     large = ModelSize(3 * GB, 80 * GB, layers=40, hidden=8000, intermediate=20_000)
-    (doubt,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
-    assert "pool a may run out of memory if micro-batches are full: each GPU has 80.0 GB and about" in doubt
-    assert "activations at maxTokensPerGPU actor 162.5" in doubt
+    (warning,) = check_memory(spec_of(gradientCheckpointing=False), {"actor": large})
+    assert "pool a may run out of memory if micro-batches are full: each GPU has 80.0 GB and about" in warning
+    assert "activations at maxTokensPerGPU actor 162.5" in warning
     assert check_memory(spec_of(), sizes(3)) == []
 
 
@@ -202,7 +201,7 @@ def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -
     assert found == [False, True]
 
 
-def test_a_model_on_one_gpu_is_held_there_without_more_gradients() -> None:
+def test_a_gathered_model_on_one_gpu_has_no_second_gradients() -> None:
     # Critic and reference, 16 and 2 GB, with 2 more each and 4.5 for CUDA.
     found = [stay_gathered(spec_of(), {name: thin(size)[name] for name in ("critic", "ref")}) for size in (24.6, 26.6)]
     assert [(one["critic"], one["ref"]) for one in found] == [(True, False), (True, True)]
@@ -222,24 +221,40 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"])
-def test_of_a_model_that_is_divided_unevenly_too_little_is_known(size: str) -> None:
+def test_a_model_in_parts_of_layers_stages_or_experts_does_not_stay_gathered_by_default(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})
-    divided = spec.model_copy(update={"actor": actor})
+    placement = spec.placement.model_copy(update={"ref": "a"})
+    divided = spec.model_copy(update={"actor": actor, "placement": placement})
     assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 
 
-def test_the_job_says_whether_models_stay_gathered_where_it_says_anything() -> None:
+def test_reshard_after_forward_decides_if_the_job_sets_it() -> None:
     assert not stay_gathered(spec_of(reshardAfterForward=True), thin(80))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), thin(9))["actor"]
     assert stay_gathered(spec_of(reshardAfterForward=False), {}) == {"actor": True, "critic": False, "ref": False}
 
 
+def in_stages(gpus: int, **sizes: int) -> PPOJobSpec:
+    spec = spec_of(gpus)
+    return spec.model_copy(update={"actor": spec.actor.model_copy(update={"pipeline_parallel_size": 2, **sizes})})
+
+
+# 1 B parameters, of which 0.2 B are a tied embedding that both stages have.
+STAGES = {"actor": ModelSize(GB, 80 * GB, stages=(6 * GB // 10, 6 * GB // 10 - GB // 100))}
+
+
+def test_the_largest_stage_is_what_a_gpu_holds() -> None:
+    for spec, gpus_of_stage in ((in_stages(4), 2), (in_stages(4, fsdp_size=1), 1), (in_stages(2), 1)):
+        (actor,) = needs(spec, STAGES)["a"]
+        states = (actor.weights, actor.gradients, actor.optimizer)
+        assert states == pytest.approx([number * 0.6 * GB / gpus_of_stage for number in (4, 4, 8)])
+
+
 def test_only_a_stage_stays_gathered() -> None:
-    spec = spec_of(4)
-    stages = spec.model_copy(update={"actor": spec.actor.model_copy(update={"pipeline_parallel_size": 2})})
-    (whole,), (half,) = (needs(each, sizes(1))["a"] for each in (spec, stages))
-    assert (whole.weights, whole.gathered) == (half.weights, 2 * half.gathered)
+    """Of 0.6 B parameters 2 bytes, and 4 for gradients, if several GPUs sum those of a stage."""
+    gathered = [needs(in_stages(gpus), STAGES)["a"][0].gathered for gpus in (2, 4)]
+    assert gathered == pytest.approx([2 * 0.6 * GB, 6 * 0.6 * GB])
 
 
 def test_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
@@ -249,17 +264,43 @@ def test_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
     assert (whole.weights, whole.gathered) == (rank.weights, 16 / 7 * rank.gathered)
 
 
-def test_what_stays_gathered_because_the_job_says_so_is_wanted_beside_activations() -> None:
+def test_models_that_the_job_keeps_gathered_are_counted_beside_activations() -> None:
     # 8 GB of states; 6 GB more are too much, with 4.5 for CUDA in two processes.
     actor, rollout = {"actor": thin(16)["actor"]}, {"gpuMemoryUtilization": 0.3}
-    (doubt,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
-    assert "each GPU has 16.0 GB and about 18.5 GB are needed" in doubt
-    assert doubt.endswith("or use gradientCheckpointing, or remove reshardAfterForward of actor")
+    (warning,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
+    assert "each GPU has 16.0 GB and about 18.5 GB are needed" in warning
+    assert warning.endswith("or use gradientCheckpointing, or remove reshardAfterForward of actor")
     assert check_memory(spec_of(rollout=rollout), actor) == []
 
 
-def test_of_a_model_whose_activations_are_unknown_nothing_stays_gathered() -> None:
+def test_a_model_whose_activations_are_unknown_does_not_stay_gathered() -> None:
     assert stay_gathered(spec_of(), sizes(1)) == {"actor": False, "critic": False, "ref": False}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_are_counted_as_the_engine_cuts_them(tmp_path: Path, is_tied: bool, num_stages: int) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        write_tiny_model(tmp_path / "model", tie_word_embeddings=is_tied, num_hidden_layers=5)
+    )
+    training = in_stages(2).actor.model_copy(update={"pipeline_parallel_size": num_stages})
+    of_policy, of_critic = (
+        size_of(config, ModelSource("", trust_remote_code=False, has_output_layer=has_output), 0, training)
+        for has_output in (True, False)
+    )
+
+    embedding = config.vocab_size * config.hidden_size
+    copied = embedding if is_tied else 0
+    assert sum(of_policy.stages) == of_policy.num_parameters + copied
+    assert sum(of_critic.stages) == of_critic.num_parameters == of_policy.num_parameters - (embedding - copied)
+    # Of two stages, the first has three layers and the embedding, the second two, the norm and the output layer.
+    layer = (of_critic.num_parameters - embedding - config.hidden_size) // 5
+    layers = {2: (3, 2), 3: (2, 2, 1)}[num_stages]
+    ends = [embedding, *[0] * (num_stages - 2), embedding + config.hidden_size]
+    assert of_policy.stages == tuple(layer * number + end for number, end in zip(layers, ends, strict=True))
+    assert of_policy.largest_stage == of_critic.largest_stage == layers[0] * layer + embedding
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])

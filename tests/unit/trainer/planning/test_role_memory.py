@@ -22,10 +22,9 @@ from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
-from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.unit.trainer.planning.batches import PROMPT, RESPONSE, SEQUENCES, real_batch
 from tests.unit.trainer.planning.jobs import LAYERS, write_config
 
-SEQUENCES, PROMPT, RESPONSE = 4, 64, 64
 ALONE = ParallelDims()
 SHARDED = ParallelDims(shard=2)
 
@@ -71,15 +70,6 @@ def test_a_real_update_has_the_planned_peak(
         parallel.destroy()
     assert idle == pytest.approx(planned.weights + planned.optimizer, rel=0.02)
     assert live.peak == pytest.approx(planned.update, rel=0.02)
-
-
-def real_batch() -> DataProto:
-    rows = rollout_batch([[1] * PROMPT] * SEQUENCES, [[2] * RESPONSE] * SEQUENCES)
-    mask = rows[Keys.RESPONSE_MASK]
-    zeros = mask.with_values(torch.zeros(len(mask.values)))
-    meta = {"temperature": 1.0, "response_length": RESPONSE, "num_mini_batches": 1, "epochs": 1}
-    columns = rows | dict.fromkeys((Keys.OLD_LOG_PROBS, Keys.ADVANTAGES), zeros)
-    return DataProto.from_dict(columns, meta_info=meta)
 
 
 def test_states_by_hand(tmp_path: Path) -> None:

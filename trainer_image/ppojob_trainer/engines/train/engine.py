@@ -78,10 +78,11 @@ class EngineSetup:
 class TrainEngine(Protocol):
     """One rank of a policy or of a value model, trained or frozen.
 
-    Every method but `check` and `is_saved` is collective: all ranks call it, each with its own rows, and the ranks of a
-    tensor-, sequence- or pipeline-parallel group with the same rows; these return the same results. Between two calls,
-    what `model.<role>.offload` names is on the host: a method reloads what it needs and offloads it again, so other
-    roles have the GPU meanwhile. The engine reads from a batch the columns that its method names, and `meta_info`.
+    Every method but `check`, `prepare_saves` and `is_saved` is collective: all ranks call it, each with its own rows,
+    and the ranks of a tensor-, sequence- or pipeline-parallel group with the same rows; these return the same results.
+    Between two calls, what `model.<role>.offload` names is on the host: a method reloads what it needs and offloads it
+    again, so other roles have the GPU meanwhile. The engine reads from a batch the columns that its method names, and
+    `meta_info`.
     """
 
     def check(self) -> None:
@@ -157,6 +158,13 @@ class TrainEngine(Protocol):
         Raises:
             FileExistsError: the folder is not empty.
             CheckpointUnwritableError: the storage refused the write.
+        """
+        ...
+
+    def prepare_saves(self) -> None:
+        """Prepare, in the background, for saves in the background, so that the first takes no longer than later ones.
+
+        Called at most once, after `load`, for a model that is trained.
         """
         ...
 

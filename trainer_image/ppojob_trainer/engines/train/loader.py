@@ -15,12 +15,12 @@ from ppojob_trainer.user_code import UserCodeError, check_call, find_class, impo
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ppojob_api.v1alpha1.model import RewardModel
     from ppojob_trainer.engines.train.mesh import ParallelMesh
 
-__all__ = ["check_reward_model", "load_reward_model", "make_engine"]
+__all__ = ["check_reward_model", "load_reward_model", "make_engine", "parameters_of_stages"]
 
 METHODS: Final = tuple(name for name in vars(TrainEngine) if not name.startswith("_"))
 """What a class must have, to be a `TrainEngine`."""
@@ -40,6 +40,13 @@ def make_engine(setup: EngineSetup) -> TrainEngine:
     from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 
     return FSDPEngine(setup)
+
+
+def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[int, ...]:
+    """Return how many parameters each of `size` pipeline stages of a model has."""
+    from ppojob_trainer.engines.train.fsdp import stages
+
+    return stages.parameters_of_stages(language_model, size)
 
 
 def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:

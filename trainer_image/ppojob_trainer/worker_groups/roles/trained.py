@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
 from ppojob_trainer.engines.network import connect, listen
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
-from ppojob_trainer.engines.train.loader import make_engine
+from ppojob_trainer.engines.train.loader import make_engine, parameters_of_stages
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -62,7 +62,8 @@ class ModelSize:
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
     have them. in_experts: parameters of fused experts; 0 if the model is no mixture. host, host_bytes: address of the
-    first rank's pod or machine, and its memory in bytes.
+    first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage; empty
+    without a pipeline.
     """
 
     num_parameters: int
@@ -73,10 +74,16 @@ class ModelSize:
     in_experts: int = 0
     host: str = ""
     host_bytes: int = 0
+    stages: tuple[int, ...] = ()
+
+    @property
+    def largest_stage(self) -> int:
+        """Parameters of the largest pipeline stage; without a pipeline, of the model."""
+        return max(self.stages, default=self.num_parameters)
 
 
-def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int) -> ModelSize:
-    """Count the parameters of a model without its weights."""
+def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, training: Trained | None) -> ModelSize:
+    """Count the parameters of a model without its weights; `training` has the sizes that divide it."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -85,6 +92,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int) -> Mo
     kind: Any = AutoModelForCausalLM if source.has_output_layer else AutoModel
     with torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=source.trust_remote_code)
+    num_stages = training.pipeline_parallel_size if training is not None else 1
 
     def number(name: str) -> int:
         return int(getattr(config, name, None) or 0)
@@ -96,6 +104,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int) -> Mo
         hidden=number("hidden_size"),
         intermediate=active_intermediate(config),
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
+        stages=parameters_of_stages(module, num_stages) if num_stages > 1 else (),
     )
 
 
@@ -167,7 +176,7 @@ class TrainedWorker:
         assert self.source is not None, "the role says in its constructor which model it loads"
         config = read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
-        size = size_of(config, self.source, gpu_bytes)
+        size = size_of(config, self.source, gpu_bytes, self.training)
         return replace(size, host=self.context.address, host_bytes=host_bytes())
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
@@ -212,6 +221,11 @@ class EngineWorker(TrainedWorker):
         if self.setup.model.compile:
             self.engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
         self.free_cached_memory()
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def prepare_saves(self) -> None:
+        """Prepare for saves in the background, in the background."""
+        self.engine.prepare_saves()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, location: str, in_background: bool = False) -> None:

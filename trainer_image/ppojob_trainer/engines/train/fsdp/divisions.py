@@ -46,8 +46,7 @@ def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) ->
     """Check that the model can be cut between any two layers, and has a layer for each stage."""
     if config.model_type not in FAMILIES:
         raise ModelMismatchError(
-            f"{field} {size}: {config.model_type} computes with code of its own, which may need all layers in one "
-            "place: set it to 1"
+            f"{field} {size}: {config.model_type} has custom code, which may need all layers on each rank: set it to 1"
         )
     if FAMILIES[config.model_type].pipeline is Support.REFUSED:
         raise ModelMismatchError(

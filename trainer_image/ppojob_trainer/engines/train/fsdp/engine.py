@@ -181,6 +181,10 @@ class FSDPEngine:
         with self._offloader.on_device():
             export(folder, self.module.language_model, Path(self.setup.path), self.parallel, lora, self.module.stage)
 
+    def prepare_saves(self) -> None:
+        """See `TrainEngine`."""
+        self._offloader.prepare_copies()
+
     def save(self, location: str | Path, *, in_background: bool = False) -> None:
         """See `TrainEngine`."""
         background = self._saves if in_background else None

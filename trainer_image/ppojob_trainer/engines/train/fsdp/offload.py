@@ -11,7 +11,9 @@ written in the background.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +46,8 @@ class Offloader:
         wants_moments = isinstance(offload, Offload) and offload.optimizer
         self._moments = _OffloadedStorages(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
         self._before_changes: Callable[[], None] | None = None
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._prepared: Future[None] | None = None
         self._offload(self._chosen(moments=True), is_changed=True)
 
     @contextmanager
@@ -81,20 +84,44 @@ class Offloader:
         The copies are made beside the device's computation. Their memory is kept for the next call, and pinned, so that
         a later one takes a second for 20 GB or more.
         """
-        staging = self._staging()
-        if self._device.type != "cuda":
-            return lambda: tree_map_only(Tensor, staging.copy, state)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # What has been computed by now is copied.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        staging, stream = self._staging(), None
+        if self._device.type == "cuda":
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # What has been computed by now is copied.
+            stream.wait_stream(torch.cuda.current_stream(self._device))
 
         def copy() -> dict[str, Any]:
-            with torch.cuda.stream(stream):
+            if self._prepared is not None:
+                self._prepared.result()
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 copied: dict[str, Any] = tree_map_only(Tensor, staging.copy, state)
+            if stream is not None:
                 stream.synchronize()
             return copied
 
         return copy
+
+    def prepare_copies(self) -> None:
+        """Start to allocate, in a thread, the memory that the first function of `copying` would allocate.
+
+        The system takes seconds to pin tens of GB, and the first update after a save would wait for it.
+        """
+        thread = ThreadPoolExecutor(1, "allocate copies")
+        self._prepared = thread.submit(self._allocate, Counter(self._sizes_of_copies()))
+        thread.shutdown(wait=False)
+
+    def _sizes_of_copies(self) -> Iterator[int]:
+        """Yield the bytes of each copy but those of single numbers; the moments need not exist yet."""
+        copies_of_each = (self._parameters is None) + 2 * (self._moments is None)
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and _local(parameter).nbytes:
+                yield from [_local(parameter).nbytes] * copies_of_each
+
+    def _allocate(self, sizes: Mapping[int, int]) -> None:
+        is_pinned = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if is_pinned else nullcontext():
+            for size, number in sizes.items():
+                self._buffers[size] = [host_buffer(size, pinned=is_pinned) for _ in range(number)]
 
     def _staging(self) -> _Staging:
         chosen = self._chosen(moments=True)
@@ -161,13 +188,14 @@ class _OffloadedStorages:
 class _Staging:
     """Replaces the tensors of a state by the tensors from which a checkpoint is written."""
 
-    def __init__(self, copies: Mapping[int, Tensor], buffers: dict[int, Tensor]) -> None:
+    def __init__(self, copies: Mapping[int, Tensor], buffers: dict[int, list[Tensor]]) -> None:
         """
         Args:
             copies: the host's copies of offloaded storages.
-            buffers: memory for `copy`, by number; used again, and extended.
+            buffers: memory for `copy`, by bytes; used again, and extended.
         """
         self._copies, self._buffers = copies, buffers
+        self._taken: Counter[int] = Counter()
         # Tied weights have two names in a state, and one copy.
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
@@ -194,12 +222,14 @@ class _Staging:
         return _in_place_of(tensor, self._made[key])
 
     def _copied(self, local: Tensor) -> Tensor:
-        number, size = len(self._made), local.nbytes
+        size = local.nbytes
         if size == 0:
             return local.to("cpu", copy=True)
-        buffer = self._buffers.get(number)
-        if buffer is None or buffer.numel() != size:
-            buffer = self._buffers[number] = host_buffer(size, pinned=local.is_cuda)
+        of_size, number = self._buffers.setdefault(size, []), self._taken[size]
+        self._taken[size] += 1
+        if number == len(of_size):
+            of_size.append(host_buffer(size, pinned=local.is_cuda))
+        buffer = of_size[number]
         return buffer.view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
 
 

@@ -7,6 +7,7 @@ parameters take 107 GB of host memory.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from typing import Any
@@ -21,7 +22,7 @@ _PORTABLE = 1
 
 
 def host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Return uint8 [num_bytes] on the host, uninitialized.
+    """Return uint8 [num_bytes] on the host, with any content.
 
     Args:
         pinned: pin it, so that the device reads and writes it at the speed of the bus.
@@ -31,9 +32,12 @@ def host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
     """
     if not pinned:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    # Separate whole pages: CUDA cannot pin a page twice.
+    # Separate whole pages: CUDA cannot pin a page twice. Of large pages it pins fewer.
     pages = mmap.mmap(-1, num_bytes)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # torch's threads get the pages from the kernel; the driver would do it in one thread, while it lets nobody else in.
+    buffer = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     address = buffer.data_ptr()
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)))

@@ -15,6 +15,7 @@ name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ from ppojob_trainer.engines.errors import ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
-__all__ = ["Elsewhere", "Part", "Stage", "cut", "layers_of_stage", "parts_of", "sum_tied_gradients"]
+__all__ = [
+    "Elsewhere",
+    "Part",
+    "Stage",
+    "cut",
+    "layers_of_stage",
+    "parameters_of_stages",
+    "parts_of",
+    "sum_tied_gradients",
+]
 
 _LAYER: Final = re.compile(r"(?:^|.*?\.)layers\.(\d+)\.")
 
@@ -50,6 +60,17 @@ class Part:
     name: str
     shape: tuple[int, ...]
     stage: int
+
+    @property
+    def layer(self) -> str | None:
+        """The path of its decoder layer; None if it is outside the layers."""
+        found = _LAYER.match(self.name)
+        return found[0] if found else None
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,8 +101,7 @@ class Stage:
         """Yield the stage and parts of each layer, which are sent in one message; other parts alone."""
 
         def key(part: Part) -> tuple[int, str]:
-            layer = _LAYER.match(part.name)
-            return part.stage, layer[0] if layer else part.name
+            return part.stage, part.layer or part.name
 
         for (stage, _), group in groupby(parts, key):
             yield stage, list(group)
@@ -104,6 +124,16 @@ def parts_of(language_model: PreTrainedModel, num_layers: int, size: int) -> tup
         outside = 0 if id(parameter) in embedding else size - 1
         found.append(Part(name, tuple(parameter.shape), stage_of[int(layer[1])] if layer else outside))
     return tuple(found)
+
+
+def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[int, ...]:
+    """Return how many parameters each of `size` stages of a whole model has; of a tied embedding both ends have one."""
+    counts = [0] * size
+    for part in parts_of(language_model, len(language_model.base_model.get_submodule("layers")), size):  # type: ignore[arg-type]
+        counts[part.stage] += part.numel
+    if size > 1 and _tied(language_model) is not None:
+        counts[-1] += _embedding(language_model).get_parameter("weight").numel()
+    return tuple(counts)
 
 
 def cut(language_model: PreTrainedModel, backbone: nn.Module, parts: tuple[Part, ...], peers: PipelinePeers) -> Stage:
