@@ -51,7 +51,8 @@ class TrainedModel(ApiModel):
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
     """Compile each layer with torch.compile. The default is false because the first start takes longer and needs more
-    GPU memory. Recommended for long runs."""
+    GPU memory. Recommended for long runs. No effect with expertParallelSize above 1: torch 2.13 cannot compile such
+    layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()
@@ -63,8 +64,9 @@ class TrainedModel(ApiModel):
     """true: gather each layer's weights from the role's GPUs for the forward pass and again for the backward pass, and
     free them in between. false: gather them once per optimizer step, and sum gradients over the GPUs at its end. false
     is faster, and needs memory on each GPU for the whole model in bfloat16 and for the trained parameters' gradients in
-    float32; of a pipeline, for a stage. Absent: false if the pool's GPUs have that memory, and tensorParallelSize and
-    pipelineParallelSize are 1. Results are the same up to rounding."""
+    float32; of a pipeline, for a stage; of divided experts, for a GPU's own. Absent: false if the pool's GPUs have that
+    memory, and tensorParallelSize, pipelineParallelSize and expertParallelSize are 1. Results are the same up to
+    rounding."""
 
 
 class ActorModel(TrainedModel):
@@ -89,8 +91,8 @@ class FrozenModel(ApiModel):
     """What moves to host memory between the role's phases."""
     reshard_after_forward: bool | None = None
     """true: gather each layer's weights for each forward pass. false: gather them once for all passes over a batch, or
-    over a streamed part of one. Absent: false if the pool's GPUs have the memory, and tensorParallelSize and
-    pipelineParallelSize of the actor are 1."""
+    over a streamed part of one. Absent: false if the pool's GPUs have the memory, and tensorParallelSize,
+    pipelineParallelSize and expertParallelSize of the actor are 1."""
 
 
 class RewardInput(StrEnum):

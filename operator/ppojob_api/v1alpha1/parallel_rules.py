@@ -1,7 +1,7 @@
-"""Rules of the sizes over which models are divided (tensor, sequence, pipeline, FSDP): against nodes and pools.
+"""Rules of the sizes over which models are divided (tensor, sequence, pipeline, expert, FSDP): against nodes and pools.
 
 `rules.py` puts them beside the others, each in CEL and in Python. Only the trainer can check whether they divide the
-model's heads: it reads the model's configuration before it loads anything.
+model's heads, layers and experts: it reads the model's configuration before it loads anything.
 """
 
 from collections.abc import Iterator
@@ -76,6 +76,34 @@ PARALLEL_RULES = [
         )
         for role, (pool, is_idle) in _POOL_OF.items()
     ),
+    *(
+        Rule(
+            rule=(
+                f"{is_idle}self.{role}.expertParallelSize == 1 || "
+                f"self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize == 1"
+            ),
+            message=(
+                f"{role}.expertParallelSize above 1 is not supported with tensorParallelSize or pipelineParallelSize "
+                "above 1: set it to 1, or both of them"
+            ),
+            field_path=f".{role}.expertParallelSize",
+        )
+        for role, (_, is_idle) in _POOL_OF.items()
+    ),
+    *(
+        Rule(
+            rule=(
+                f"{is_idle}self.{role}.expertParallelSize == 1 || "
+                f"self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize > 1 || "
+                f"(has(self.{role}.fsdpSize) ? self.{role}.fsdpSize % self.{role}.expertParallelSize == 0 : "
+                + _divide_pool(role, pool, "expertParallelSize")
+                + ")"
+            ),
+            message=f"{role}.expertParallelSize must divide fsdpSize, or without it the GPUs of the {role}'s pool",
+            field_path=f".{role}.expertParallelSize",
+        )
+        for role, (pool, is_idle) in _POOL_OF.items()
+    ),
     Rule(
         rule=(
             "self.rollout.tensorParallelSize == 1 || "
@@ -141,6 +169,41 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
             yield field, size, f"{of_ref}{why}: {remedy}use a divisor, or remove the field"
 
 
+def _experts_are_divided_alone(spec: PPOJobSpec) -> Iterator[Problem]:
+    for role, training, _ in _placed(spec):
+        others = {
+            "tensorParallelSize": training.tensor_parallel_size,
+            "pipelineParallelSize": training.pipeline_parallel_size,
+        }
+        named = " and ".join(f"{name} {number}" for name, number in others.items() if number > 1)
+        # The reference has the actor's sizes.
+        if role != "ref" and training.expert_parallel_size > 1 and named:
+            remedy = f"is not supported with {named}: set it to 1, or both tensorParallelSize and pipelineParallelSize"
+            yield f"{role}.expertParallelSize", training.expert_parallel_size, remedy
+
+
+def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
+    """The ranks over which FSDP shards a copy are divided into whole groups that have all experts."""
+    for role, training, pool in _placed(spec):
+        size = training.expert_parallel_size
+        if training.tensor_parallel_size * training.pipeline_parallel_size > 1:
+            continue
+        if training.fsdp_size is not None and role != "ref" and training.fsdp_size % size:
+            why = f"does not divide fsdpSize {training.fsdp_size}: use a divisor, or remove the field"
+            yield f"{role}.expertParallelSize", size, why
+        elif training.fsdp_size is None and pool.gpus % size:
+            why = f"does not divide the {pool.gpus} GPUs of pool {pool.name}"
+            if role == "ref":
+                remedy = f"set placement.ref to {spec.placement.actor}, or use a divisor"
+                yield (
+                    "actor.expertParallelSize",
+                    size,
+                    f"the reference is divided like the actor, and it {why}: {remedy}",
+                )
+            else:
+                yield f"{role}.expertParallelSize", size, f"{why}: use a divisor, or remove the field"
+
+
 def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
     """Yield the roles that are divided, with their sizes and pools; the reference if its pool is not the actor's."""
     placement, pools = spec.placement, {pool.name: pool for pool in spec.pools}
@@ -178,5 +241,7 @@ PARALLEL_CHECKS = (
     _groups_fit_their_nodes,
     _stages_fill_the_pools,
     _copies_fill_the_pools,
+    _experts_are_divided_alone,
+    _experts_fill_the_copies,
     _replicas_fit_their_nodes,
 )

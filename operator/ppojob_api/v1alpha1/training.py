@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_api.v1alpha1.spelling import spelled
 
 
@@ -93,6 +94,10 @@ class Trained(ApiModel):
     """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
     equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +
     stages - 1) passes: lower maxTokensPerGPU for more micro-batches. For pools of nodes with a slow network."""
+    expert_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Expert parallelism, for mixtures of experts: GPUs that each own some experts of every layer, to which the tokens
+    are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy (fsdpSize). Refused with
+    tensorParallelSize or pipelineParallelSize above 1. For mixtures whose layers are too large to gather."""
     fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
     """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, of its tensor-parallel part or of its
     pipeline stage. The other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A
@@ -156,39 +161,6 @@ class ValidationSampling(ApiModel):
     """Sample from the smallest set of tokens with at least this total probability."""
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
-
-
-class SpeculativeMethod(StrEnum):
-    """How tokens are drafted."""
-
-    NGRAM = "NGram"
-
-
-class SpeculativeSpec(ApiModel):
-    """Speculative decoding: tokens are drafted, and the model checks all of them in one step. It keeps those that it
-    samples itself, so a seed samples the same response with and without drafts, but for rounding."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                rule="self.promptLookupMin <= self.promptLookupMax",
-                message="must not be above promptLookupMax",
-                field_path=".promptLookupMin",
-            )
-        )
-    )
-
-    method: SpeculativeMethod = SpeculativeMethod.NGRAM
-    """NGram: the tokens that followed the last ones where these occurred before, in the prompt or the response."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=32)
-    """Tokens that are drafted for each step of a response."""
-    prompt_lookup_min: int = Field(default=2, ge=1, le=64)
-    """Fewest last tokens that must have occurred before."""
-    prompt_lookup_max: int = Field(default=4, ge=1, le=64)
-    """Most last tokens that are looked up; the longest match decides."""
-    max_num_seqs: int = Field(default=32, ge=1, le=1_048_576)
-    """Drafts are tried while a replica has at most this many sequences, for which a step takes nearly as long as for
-    one. They are used where measured steps with drafts generate more tokens per second than those without."""
 
 
 class RolloutSpec(ApiModel):

@@ -71,3 +71,18 @@ def test_adapters_of_divided_layers_are_their_own_reference_and_reach_the_rollou
     # The policy begins as its reference, and moves away from it.
     assert abs(records[1]["actor/reward_kl_penalty"]) < 1e-6
     assert records[2]["actor/reward_kl_penalty"] != 0
+
+
+def test_divided_experts_change_no_number_of_a_run(tmp_path: Path) -> None:
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    mixture = write_tiny_model(tmp_path / "model", "qwen3_moe", head_dim=32, num_key_value_heads=2, **settings)
+    plain, divided = (
+        run(tmp_path / name, mixture, actor={**TRAINING, **sizes}, critic={**TRAINING, **sizes})
+        for name, sizes in (("plain", {}), ("divided", {"expertParallelSize": 2}))
+    )
+    first, expected = comparable(divided[1]), comparable(plain[1])
+    assert "actor/expert_imbalance/max" in first
+    assert first.keys() == expected.keys()
+    for name, value in first.items():
+        assert value == pytest.approx(expected[name], rel=0.05, abs=0.02), name
+    assert divided[2]["training/rollout_probs_diff_mean"] < SAME_MODEL

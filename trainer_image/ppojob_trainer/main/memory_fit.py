@@ -174,7 +174,8 @@ def _dividing(spec: PPOJobSpec) -> dict[str, Trained]:
 
 
 def _is_uneven(training: Trained) -> bool:
-    return training.tensor_parallel_size > 1 or training.pipeline_parallel_size > 1
+    sizes = training.tensor_parallel_size, training.pipeline_parallel_size, training.expert_parallel_size
+    return max(sizes) > 1
 
 
 def _tokens(spec: PPOJobSpec, gpus: int, prompts: int, most: int) -> float:
@@ -206,10 +207,12 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
 def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients: int) -> float:
     """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
-    If a single GPU computes it, the gradients are accumulated in place.
+    Of divided experts, those of a rank are gathered. If a single GPU computes a model or stage, the gradients are
+    accumulated in place.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    return size.largest_stage * (_BFLOAT16 + (gradients if is_summed else 0))
+    of_others = size.in_experts - size.in_experts / _dividing(spec)[role].expert_parallel_size
+    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0))
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -232,7 +235,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
-    embeddings whole, or into stages, whose messages are not counted here.
+    embeddings whole, into stages, whose messages are not counted here, or by expert parallelism, with which a GPU may
+    have to compute more tokens than its own.
     """
     divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.fsdp import export as export_module

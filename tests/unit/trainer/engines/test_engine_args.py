@@ -9,7 +9,7 @@ import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_api.v1alpha1.training import SpeculativeSpec
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.errors import EngineArgumentError
 from ppojob_trainer.engines.rollout.options import SCHEDULER, RolloutOptions
 

@@ -59,6 +59,12 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             {"actor.pipelineParallelSize": 6},
             "actor.pipelineParallelSize 6 is more than this llama's num_hidden_layers 5: use at most that",
         ),
+        (
+            Qwen3MoeConfig(num_experts=12),
+            {"actor.expertParallelSize": 8},
+            "actor.expertParallelSize 8 does not divide this qwen3_moe's number of experts 12: use a divisor",
+        ),
+        (llama(), {"critic.expertParallelSize": 2}, "critic.expertParallelSize 2: llama is no mixture of experts: set"),
         (Qwen3MoeConfig(), {"critic.pipelineParallelSize": 2}, "stages of qwen3_moe, a mixture of experts"),
         (
             PretrainedConfig(model_type="mine"),
@@ -74,6 +80,11 @@ def test_a_size_that_does_not_divide_is_refused_by_its_field(
 ) -> None:
     with pytest.raises(ModelMismatchError, match=says):
         check_divisions(config, sizes)
+
+
+def test_experts_are_divided_with_slices_of_sequences() -> None:
+    sizes = {"actor.expertParallelSize": 4, "actor.sequenceParallelSize": 2}
+    check_divisions(Qwen3MoeConfig(num_experts=12), sizes)
 
 
 def test_norms_of_heads_are_part_of_a_plan_that_is_computed() -> None:

@@ -27,12 +27,19 @@ from ppojob_trainer.engines.train.model_fit import active_intermediate
 from ppojob_trainer.engines.train.objectives import UpdateResult
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.worker_groups.roles.trained import ModelSource, size_of
 from tests.unit.trainer.engines import gradient_ranks
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.gradient_ranks import Way
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, PER_TOKEN, save_tiny_experts
+from tests.unit.trainer.engines.tiny_experts import (
+    EXPERT_SIZE,
+    NUM_EXPERTS,
+    PER_TOKEN,
+    save_starved_experts,
+    save_tiny_experts,
+)
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates, make_batch
 
 Results = dict[str, Any]
@@ -193,6 +200,12 @@ def test_the_memory_of_activations_is_that_of_the_experts_that_a_token_uses(path
     assert active_intermediate(AutoConfig.for_model("llama", intermediate_size=100)) == 100
 
 
+def test_the_size_of_a_model_says_what_is_in_its_experts(path: Path) -> None:
+    size = size_of(AutoConfig.from_pretrained(path), ModelSource(str(path), False), 1, None)
+    assert size.in_experts == 2 * NUM_EXPERTS * 3 * EXPERT_SIZE * 48
+    assert size.in_experts < size.num_parameters
+
+
 def test_imbalance_is_the_busiest_experts_share_over_the_mean(parallel: ParallelMesh, path: Path) -> None:
     policy = make_policy(parallel, path)
     backbone = policy.module.backbone
@@ -208,28 +221,42 @@ def test_imbalance_is_the_busiest_experts_share_over_the_mean(parallel: Parallel
     assert not first.any()
 
 
-def test_each_token_of_an_update_is_counted_once_for_each_of_its_experts(
-    parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def counts_of_update(
+    parallel: ParallelMesh, path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, dict[str, float]]:
+    """Return how many tokens of an update each expert of each layer got, and the update's metrics."""
     counted: list[Tensor] = []
 
     def seen(values: Tensor) -> Tensor:
-        if values.ndim == 2 and values.shape[1] == NUM_EXPERTS:
+        if values.ndim == 2:
             counted.append(values.clone())
         return values
 
     monkeypatch.setattr(type(parallel), "sum_of_ranks", lambda _, values: seen(values))
-    batch = make_batch(8, num_mini_batches=2)
-    policy = make_policy(parallel, path, gradient_checkpointing=False)
-
-    metrics = policy.update(batch)
-
-    num_tokens = int(batch.ragged(Keys.INPUT_IDS).lengths.sum())
+    metrics = make_policy(parallel, path, gradient_checkpointing=False).update(batch)
     (loads,) = counted
+    return loads, metrics
+
+
+def test_each_token_of_an_update_is_counted_once_for_each_of_its_experts(
+    parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(8, num_mini_batches=2)
+    loads, metrics = counts_of_update(parallel, path, batch, monkeypatch)
+    num_tokens = int(batch.ragged(Keys.INPUT_IDS).lengths.sum())
     assert loads.sum(dim=1).tolist() == [PER_TOKEN * num_tokens] * 2
     assert (
         1 < metrics["actor/expert_imbalance/mean"] <= metrics["actor/expert_imbalance/max"] <= NUM_EXPERTS / PER_TOKEN
     )
+
+
+def test_half_of_the_starved_experts_get_no_token(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So one of two ranks that divide them receives nothing: `test_engine_peer_options` trains this model."""
+    loads, _ = counts_of_update(parallel, save_starved_experts(tmp_path), make_batch(4, 1), monkeypatch)
+    assert loads[:, :4].all()
+    assert not loads[:, 4:].any()
 
 
 def test_a_model_without_experts_has_no_imbalance(parallel: ParallelMesh, model_path: Path) -> None:

@@ -108,9 +108,19 @@ def test_experts_are_fused_as_transformers_does(with_experts: Path, parallel: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "dims", [ParallelDims(shard=2), ParallelDims(shard=4), ParallelDims(replicate=2, shard=2)], ids=str
+    ("dims", "num_experts"),
+    [
+        (ParallelDims(shard=2), [3, 3]),
+        (ParallelDims(shard=4), [2, 2, 2, 0]),
+        (ParallelDims(replicate=2, shard=2), [3, 3, 3, 3]),
+        # Each of two ranks owns three experts, of which FSDP gives it two and another rank one.
+        (ParallelDims(shard=4, expert=2), [2, 2, 1, 1]),
+    ],
+    ids=str,
 )
-def test_a_rank_reads_its_own_experts_and_rows_alone(with_experts: Path, dims: ParallelDims, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_experts_and_rows_alone(
+    with_experts: Path, dims: ParallelDims, num_experts: list[int], tmp_path: Path
+) -> None:
     run_ranks(dims, with_experts, tmp_path, whole_and_read_without_batch)
 
     expected = from_pretrained(with_experts)
@@ -118,12 +128,9 @@ def test_a_rank_reads_its_own_experts_and_rows_alone(with_experts: Path, dims: P
     for rank in range(dims.world_size):
         found = torch.load(tmp_path / f"rank-{rank}.pt")
         torch.testing.assert_close(found["tensors"], expected, atol=0, rtol=0)
-        # Of four ranks three have two experts each.
-        most = -(-NUM_EXPERTS // dims.fsdp)
-        num_experts = min(most, max(0, NUM_EXPERTS - most * (rank % dims.fsdp)))
         # Each expert has three matrices in each layer.
-        assert found["experts"] == 3 * SHAPE["num_hidden_layers"] * num_experts
-        assert found["bytes"] < 1.1 * size * most / NUM_EXPERTS
+        assert found["experts"] == 3 * SHAPE["num_hidden_layers"] * num_experts[rank]
+        assert found["bytes"] < 1.1 * size * max(num_experts) / NUM_EXPERTS
 
 
 @pytest.mark.slow

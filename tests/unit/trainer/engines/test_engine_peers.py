@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 from ppojob_trainer.engines.network import listen
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from tests.unit.trainer.engines import peer_ranks
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 from tests.unit.trainer.engines.two_ranks import make_policy
 
@@ -38,6 +39,7 @@ LAYOUTS = {
     "sequence 2 x tensor 2": (ParallelDims(sequence=2, tensor=2), "qwen3"),
     "pipeline 2": (ParallelDims(pipeline=2), "llama"),
     "pipeline 2 x shard 2": (ParallelDims(pipeline=2, shard=2), "qwen2"),
+    "expert 2 of 4 ranks": (ParallelDims(shard=4, expert=2), "experts"),
 }
 LONG = {
     "pipeline 2 of qwen3": (ParallelDims(pipeline=2), "qwen3"),
@@ -79,7 +81,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[s
     torch.manual_seed(7)
     Qwen2ForCausalLM(Qwen2Config(**UNTIED)).save_pretrained(folder / "qwen2")
     Qwen3ForCausalLM(Qwen3Config(**UNTIED)).save_pretrained(folder / "qwen3")
-    return {"llama": model_path, "qwen2": folder / "qwen2", "qwen3": folder / "qwen3"}
+    experts = save_tiny_experts(folder / "experts")
+    return {"llama": model_path, "qwen2": folder / "qwen2", "qwen3": folder / "qwen3", "experts": experts}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,8 @@ def test_weights_are_whole_and_have_their_names(seen: Seen) -> None:
 
 def test_layers_that_travel_together_are_gathered_once_for_a_push(seen: Seen) -> None:
     for rank in seen.ranks:
-        assert rank["num_unshards"] == 1, "the tiny model's layers are one message"
+        messages = 1 + (seen.dims.expert > 1)
+        assert rank["num_unshards"] == messages, "the tiny model's layers are one message, divided experts another"
         torch.testing.assert_close(rank["together"], rank["before"], atol=0, rtol=0)
 
 
@@ -192,12 +196,16 @@ def test_its_export_is_the_whole_model(seen: Seen) -> None:
         (ParallelDims(tensor=2), ParallelDims(replicate=2, shard=2)),
         (ParallelDims(pipeline=2), ParallelDims(shard=2)),
         (ParallelDims(tensor=2), ParallelDims(pipeline=2)),
+        (ParallelDims(shard=2), ParallelDims(shard=4, expert=2)),
+        (ParallelDims(shard=4, expert=2), ParallelDims(shard=2, expert=2)),
+        (ParallelDims(shard=2, expert=2), ParallelDims(shard=2)),
     ],
     ids=str,
 )
 def test_a_checkpoint_is_read_by_another_layout(
-    saved_by: ParallelDims, resumed_by: ParallelDims, model_path: Path, tmp_path: Path
+    saved_by: ParallelDims, resumed_by: ParallelDims, models: dict[str, Path], tmp_path: Path
 ) -> None:
+    model_path = models["experts" if max(saved_by.expert, resumed_by.expert) > 1 else "llama"]
     (tmp_path / "first").mkdir()
     run_ranks(saved_by, model_path, tmp_path / "first")
     (tmp_path / "second").mkdir()

@@ -25,6 +25,8 @@ from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
         ({"pipeline": 2}, ParallelDims(shard=4, pipeline=2)),
         ({"pipeline": 2, "fsdp": 2}, ParallelDims(replicate=2, shard=2, pipeline=2)),
         ({"pipeline": 4, "tensor": 2}, ParallelDims(tensor=2, pipeline=4)),
+        ({"expert": 4}, ParallelDims(shard=8, expert=4)),
+        ({"expert": 4, "fsdp": 4, "sequence": 2}, ParallelDims(replicate=2, shard=2, sequence=2, expert=4)),
     ],
 )
 def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims) -> None:
@@ -42,6 +44,11 @@ def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims
         ({"fsdp": 1, "sequence": 2}, "cannot shard over 1 of 4 ranks .* use a multiple of 2 that divides 4"),
         ({"pipeline": 3}, "4 ranks are not divisible by sequence 1 x tensor 1 x pipeline 3"),
         ({"pipeline": 2, "fsdp": 4}, "cannot shard over 4 of 2 ranks of a stage .* use a multiple of 1 that divides 2"),
+        ({"expert": 3}, "experts cannot be divided over 3 of 4 ranks over which FSDP shards: use a divisor"),
+        ({"expert": 4, "fsdp": 2}, "experts cannot be divided over 4 of 2 ranks"),
+        ({"expert": 2, "tensor": 2}, "expert 2 with tensor 2 and pipeline 1 is not supported: set expert to 1"),
+        ({"expert": 2, "pipeline": 2}, "expert 2 with tensor 1 and pipeline 2 is not supported"),
+        ({"expert": 0}, "the size of the expert axis is 0"),
     ],
 )
 def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[str, int], says: str) -> None:
@@ -66,6 +73,19 @@ def test_a_stage_is_a_consecutive_part_of_the_ranks() -> None:
     assert [dims.shard_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert (dims.of_stage, dims.num_shards, dims.fsdp) == (4, 2, 2)
     assert dims.name(5) == "rank 5 of 8 (pipeline 1 of 2, shard 0 of 2, tensor 1 of 2)"
+
+
+def test_consecutive_ranks_divide_experts_and_fsdp_shards_over_those_with_the_same_ones() -> None:
+    dims = ParallelDims(replicate=2, shard=4, expert=2)
+    assert dims.expert_groups() == {
+        "replicate": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "shard": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "expert": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
+    assert list(ParallelDims(shard=2, sequence=2, expert=4).expert_groups().values()) == [
+        [[0], [1], [2], [3]],
+        [[0, 1, 2, 3]],
+    ]
 
 
 def test_stages_may_be_on_different_hosts() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
 
@@ -34,7 +34,26 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 def save_tiny_experts(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    return saved(tiny_experts(dtype), folder)
+
+
+def save_starved_experts(folder: Path) -> Path:
+    """A model whose tokens all use the first half of the experts: two of them, or two others."""
+    model = tiny_experts(num_experts=8)
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight") and len(weight) == 8:
+            direction = weight.detach()[0].clone()
+            with torch.no_grad():
+                weight.zero_()[:4] = torch.stack([direction, 2 * direction, -direction, -2 * direction])
+    return saved(model, folder)
+
+
+def tiny_experts(dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE), dtype=dtype).save_pretrained(folder)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE | settings), dtype=dtype)
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder

@@ -220,8 +220,8 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
     assert found == [0, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_model_in_tensor_parallel_parts_or_stages_does_not_stay_gathered_by_default(size: str) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"])
+def test_a_model_in_parts_of_layers_stages_or_experts_does_not_stay_gathered_by_default(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})
     placement = spec.placement.model_copy(update={"ref": "a"})
@@ -255,6 +255,13 @@ def test_only_a_stage_stays_gathered() -> None:
     """Of 0.6 B parameters 2 bytes, and 4 for gradients, if several GPUs sum those of a stage."""
     gathered = [needs(in_stages(gpus), STAGES)["a"][0].gathered for gpus in (2, 4)]
     assert gathered == pytest.approx([2 * 0.6 * GB, 6 * 0.6 * GB])
+
+
+def test_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
+    spec, mixture = spec_of(4), ModelSize(GB, 80 * GB, in_experts=3 * GB // 4)
+    divided = spec.model_copy(update={"actor": spec.actor.model_copy(update={"expert_parallel_size": 4})})
+    (whole,), (rank,) = (needs(each, {"actor": mixture})["a"] for each in (spec, divided))
+    assert (whole.weights, whole.gathered) == (rank.weights, 16 / 7 * rank.gathered)
 
 
 def test_models_that_the_job_keeps_gathered_are_counted_beside_activations() -> None:

@@ -316,6 +316,8 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     own = {"engine": "Class", "engineClass": {"module": "mine", "className": "Mine"}}
     with pytest.raises(ValueError, match=r"spec.critic.engine: Class: a plan knows the memory of engine FSDP alone"):
         plan_job(job(path, critic=own), gpus)
+    with pytest.raises(ValueError, match=r"spec.actor.expertParallelSize: 2: .* for a plan that gathers all experts"):
+        plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
     with pytest.raises(ModelMismatchError, match=r"critic.pipelineParallelSize 4 is more than this qwen2's num_hidden"):
         plan_job(job(path, 4, critic={"pipelineParallelSize": 4}), gpus)
     with pytest.raises(ValueError, match=r"--gpu c=H9000: H9000 is not known: use one of B200"):

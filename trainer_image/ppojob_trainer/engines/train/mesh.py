@@ -12,11 +12,15 @@ Five axes, the innermost last; the ranks of a host are consecutive:
     4 ranks, sequence 2    FSDP shards over {0, 1, 2, 3}           tokens are divided over {0, 1} and {2, 3}
     4 ranks, replicate 2   FSDP shards over {0, 1} and {2, 3}      gradients are averaged over {0, 2} and {1, 3}
     4 ranks, pipeline 2    FSDP shards over {0, 1} and {2, 3}      stage 0 is {0, 1}, stage 1 is {2, 3}
+    4 ranks, expert 2      FSDP shards over {0, 1, 2, 3}           experts are divided over {0, 1} and {2, 3}
 
 Ranks that differ in pipeline, sequence and tensor alone work on the same sequences, so they are one data-parallel rank.
 FSDP shards over shard and sequence together, because sequence-parallel ranks need the same parameters. The pipeline is
 the outermost axis, because stages send the least: hosts are between stages, not between ranks of a layer. Another axis
-is another field of `ParallelDims`, in its place among `AXES`: expert would divide shard.
+is another field of `ParallelDims`, in its place among `AXES`.
+
+Expert is no axis of its own. It divides the ranks over which FSDP shards, for experts alone: consecutive ranks divide
+the experts of a layer, and FSDP shards the experts of a rank over those in the same place of the other groups.
 
 `init_process_group` is called by an engine's owner, once per process, before an engine is created. All waits have a
 time limit.
@@ -38,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.train.expert import ExpertPeers
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
@@ -47,32 +52,54 @@ __all__ = ["AXES", "PIPELINE", "SHARD", "ParallelDims", "ParallelMesh", "create_
 logger = logging.getLogger(__name__)
 
 PIPELINE, REPLICATE, SHARD, SEQUENCE, TENSOR = "pipeline", "replicate", "shard", "sequence", "tensor"
+EXPERT: Final = "expert"
 AXES: Final = (PIPELINE, REPLICATE, SHARD, SEQUENCE, TENSOR)
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of each axis; see the module's docstring. Their product is the number of ranks."""
+    """The size of each axis; see the module's docstring. Their product is the number of ranks.
+
+    expert: ranks over which the experts of a layer are divided; they are some of those over which FSDP shards.
+    """
 
     replicate: int = 1
     shard: int = 1
     sequence: int = 1
     tensor: int = 1
     pipeline: int = field(default=1, kw_only=True)
+    expert: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1.
+        """Refuse sizes below 1, and experts that cannot be divided.
 
         Raises:
             ValueError: with the axis and its size.
         """
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in zip((*AXES, EXPERT), (*self.sizes, self.expert), strict=True):
             if size < 1:
                 raise ValueError(f"the size of the {axis} axis is {size}: it must be at least 1")
+        if self.fsdp % self.expert:
+            raise ValueError(
+                f"experts cannot be divided over {self.expert} of {self.fsdp} ranks over which FSDP shards: use a "
+                "divisor"
+            )
+        if self.expert > 1 and self.tensor * self.pipeline > 1:
+            raise ValueError(
+                f"expert {self.expert} with tensor {self.tensor} and pipeline {self.pipeline} is not supported: set "
+                "expert to 1, or both of the others"
+            )
 
     @classmethod
     def of(
-        cls, world_size: int, *, fsdp: int | None = None, sequence: int = 1, tensor: int = 1, pipeline: int = 1
+        cls,
+        world_size: int,
+        *,
+        fsdp: int | None = None,
+        sequence: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
     ) -> ParallelDims:
         """Divide a number of ranks.
 
@@ -97,7 +124,7 @@ class ParallelDims:
                 f"FSDP cannot shard over {fsdp} of {where} with sequence {sequence} and tensor {tensor}: "
                 f"use a multiple of {sequence} that divides {of_stage // tensor}"
             )
-        return cls(of_stage // (fsdp * tensor), fsdp // sequence, sequence, tensor, pipeline=pipeline)
+        return cls(of_stage // (fsdp * tensor), fsdp // sequence, sequence, tensor, pipeline=pipeline, expert=expert)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -154,6 +181,14 @@ class ParallelDims:
             found.setdefault(outside, []).append(rank)
         return list(found.values())
 
+    def expert_groups(self) -> dict[str, list[list[int]]]:
+        """Return by axis the groups of the experts' mesh: copies, ranks with the same experts, consecutive owners."""
+        of_fsdp, each = self.groups(SHARD, SEQUENCE), self.expert
+        found = {REPLICATE: self.groups(REPLICATE)} if self.replicate > 1 else {}
+        found[SHARD] = [ranks[at::each] for ranks in of_fsdp for at in range(each)]
+        found[EXPERT] = [ranks[at : at + each] for ranks in of_fsdp for at in range(0, self.fsdp, each)]
+        return found
+
     def check_host(self, num_local: int) -> None:
         """Refuse tensor- and sequence-parallel groups that span hosts: they communicate in every layer.
 
@@ -176,7 +211,8 @@ class ParallelMesh:
 
     mesh: the ranks over which FSDP shards parameters and averages gradients; two axes if there are copies of the model.
     sums: the group with this rank and one rank of every other data-parallel rank; None: all ranks. tensor_mesh,
-    sequence, pipeline: the ranks that work on the same sequences, if there are any.
+    sequence, pipeline: the ranks that work on the same sequences, if there are any. experts: those over which experts
+    are divided.
     """
 
     device: torch.device
@@ -187,6 +223,7 @@ class ParallelMesh:
     tensor_mesh: DeviceMesh | None = None
     sequence: SequencePeers | None = None
     pipeline: PipelinePeers | None = None
+    experts: ExpertPeers | None = None
 
     @property
     def world_size(self) -> int:
@@ -255,6 +292,8 @@ class ParallelMesh:
             groups.append(self.sequence.group)
         if self.pipeline is not None:
             groups.append(self.pipeline.group)
+        if self.experts is not None:
+            groups += self.experts.groups
         try:
             for group in groups:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -301,7 +340,7 @@ def init_process_group(
     if device is Device.CUDA:
         # Only the GPU of its bundle is visible to the process.
         torch.cuda.set_device(local)
-    has_subgroups = dims.fsdp < dims.world_size or dims.sequence > 1
+    has_subgroups = dims.fsdp < dims.world_size or dims.sequence > 1 or dims.expert > 1
     try:
         dist.init_process_group(
             backend,
@@ -322,7 +361,7 @@ def init_process_group(
 
 def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
     """Create the groups and the mesh in a process group, as every rank must in the same order."""
-    sums, sequence, pipeline = None, None, None
+    sums, sequence, pipeline, experts = None, None, None, None
     if dims.num_shards < dims.world_size:
         sums = _group_of(rank, dims.groups(REPLICATE, SHARD), timeout)
     if dims.sequence > 1:
@@ -331,9 +370,13 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
     if dims.pipeline > 1:
         group = _group_of(rank, dims.groups(PIPELINE), timeout)
         pipeline = PipelinePeers(group, dims.coordinates(rank)[PIPELINE], dims.pipeline)
+    if dims.expert > 1:
+        of_experts = dims.expert_groups()
+        mine = {axis: _group_of(rank, groups, timeout) for axis, groups in of_experts.items()}
+        experts = ExpertPeers.of(mine, device.type)
     if dims.fsdp == dims.world_size:
         mesh = init_device_mesh(device.type, (dims.world_size,), mesh_dim_names=(SHARD,))
-        return ParallelMesh(device, mesh, rank, dims, sums, sequence=sequence)
+        return ParallelMesh(device, mesh, rank, dims, sums, sequence=sequence, experts=experts)
     axes = {REPLICATE: (dims.replicate, (REPLICATE,)), SHARD: (dims.fsdp, (SHARD, SEQUENCE))}
     axes |= {TENSOR: (dims.tensor, (TENSOR,))}
     names = tuple(axis for axis, (size, _) in axes.items() if size > 1 or axis == SHARD)
@@ -345,7 +388,7 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
     whole = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
     of_fsdp = tuple(axis for axis in names if axis != TENSOR)
     tensor_mesh = whole[TENSOR] if TENSOR in names else None
-    return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence, pipeline)
+    return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence, pipeline, experts)
 
 
 def _group_of(rank: int, groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:

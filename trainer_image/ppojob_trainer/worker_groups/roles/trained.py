@@ -61,8 +61,9 @@ class ModelSize:
     """Number of parameters of a model (tied ones count once), and memory of a GPU for it, in bytes.
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
-    have them. host, host_bytes: address of the first rank's pod or machine, and its memory in bytes. stages: number of
-    parameters of each pipeline stage; empty without a pipeline.
+    have them. in_experts: parameters of fused experts; 0 if the model is no mixture. host, host_bytes: address of the
+    first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage; empty
+    without a pipeline.
     """
 
     num_parameters: int
@@ -70,6 +71,7 @@ class ModelSize:
     layers: int = 0
     hidden: int = 0
     intermediate: int = 0
+    in_experts: int = 0
     host: str = ""
     host_bytes: int = 0
     stages: tuple[int, ...] = ()
@@ -101,6 +103,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         layers=number("num_hidden_layers"),
         hidden=number("hidden_size"),
         intermediate=active_intermediate(config),
+        in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
         stages=parameters_of_stages(module, num_stages) if num_stages > 1 else (),
     )
 
@@ -115,6 +118,7 @@ def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
         sequence=training.sequence_parallel_size,
         tensor=training.tensor_parallel_size,
         pipeline=training.pipeline_parallel_size,
+        expert=training.expert_parallel_size,
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks from its configuration whether a model can be divided by the sizes of the spec: heads, layers, stages.
+"""Checks from its configuration whether the sizes of the spec divide a model: its heads, layers, stages and experts.
 
 Called by the engine's check, before anything is loaded. The error names the field of the spec and the size that is not
 divisible.
@@ -12,11 +12,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.engines.train.fsdp.families import num_experts
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
 from ppojob_trainer.engines.train.model_fit import check_heads, indivisible
 from ppojob_trainer.models.support import FAMILIES, Support
 
 _SEQUENCE, _TENSOR, _PIPELINE = "sequenceParallelSize", "tensorParallelSize", "pipelineParallelSize"
+_EXPERT = "expertParallelSize"
 
 
 def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
@@ -31,6 +33,8 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
             continue
         if field.endswith(_PIPELINE):
             _check_stages(config, text, field, size)
+        elif field.endswith(_EXPERT):
+            _check_experts(text, field, size)
         elif field.endswith(_SEQUENCE):
             tensor = sizes.get(field.replace(_SEQUENCE, _TENSOR), 1)
             _check_sequence_parallel(text, field, size, tensor)
@@ -53,6 +57,15 @@ def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) ->
             f"{field} {size} is more than this {text.model_type}'s num_hidden_layers {text.num_hidden_layers}: use at "
             "most that"
         )
+
+
+def _check_experts(text: Any, field: str, size: int) -> None:
+    """Check that the model has experts, and each rank equally many."""
+    number = num_experts(text)
+    if number is None:
+        raise ModelMismatchError(f"{field} {size}: {text.model_type} is no mixture of experts: set it to 1")
+    if number % size:
+        raise ModelMismatchError(indivisible(text, field, size, "number of experts", f"{number}: use a divisor"))
 
 
 def _check_tensor_parallel(text: Any, field: str, size: int) -> None:

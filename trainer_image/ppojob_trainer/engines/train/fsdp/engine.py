@@ -3,8 +3,8 @@
 Implements `TrainEngine`, whose docstrings say what each method promises; `loader` creates it. All ranks divide their
 rows into the same number of micro-batches and minibatches, because each involves collectives. Losses and metrics are
 shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
-changes a gradient. The host reads nothing from the device before the end of an update, but for one
-number that the stages of a pipeline exchange before each of its passes.
+changes a gradient. The host reads nothing from the device before the end of an update, except the sizes of messages
+between ranks that divide experts, and one number that the stages of a pipeline exchange before each of its passes.
 """
 
 from __future__ import annotations

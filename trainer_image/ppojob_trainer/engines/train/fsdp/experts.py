@@ -2,24 +2,34 @@
 
 transformers keeps a layer's experts in fused parameters of three dimensions [E, outputs, inputs], and calls them under
 the name `IMPLEMENTATION`. Called by `model`, `lora`, `flops` and the engines. Experts are sharded like all other
-parameters, by FSDP; there is no expert parallelism, no token is dropped, and no load-balancing loss is added.
+parameters, by FSDP; with expert parallelism each rank owns some of them whole (`train.expert`), and FSDP shards these
+over the other ranks that own them. No token is dropped, and no load-balancing loss is added.
+
+Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden states, E experts of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from ppojob_trainer.engines.train.expert import ExpertPeers
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 IMPLEMENTATION: Final = "ppojob_experts"
 COUNTS: Final = "tokens_per_expert"
 """Name of the experts' buffer for the number of tokens of each expert."""
+_PEERS: Final = "expert_peers"
+"""Name of the experts' attribute with the ranks over which they are divided."""
 
 
 def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -38,8 +48,79 @@ def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Te
         with torch.no_grad():
             chosen = top_k_index.flatten()
             module.get_buffer(COUNTS).scatter_add_(0, chosen, torch.ones_like(chosen))
+    peers: ExpertPeers | None = getattr(module, _PEERS, None)
+    if peers is not None:
+        return _multiply_on_owners(module, peers, hidden_states, top_k_index, top_k_weights)
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
+
+
+def _multiply_on_owners(
+    module: nn.Module, peers: ExpertPeers, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Apply each token's experts on the ranks that own them; return [T, D]. Collective.
+
+    The results are weighted and summed on the token's rank, in the order in which one rank alone sums them.
+    """
+    chosen_S = chosen_TK.flatten()
+    counts_E = torch.zeros_like(module.get_buffer(COUNTS)).scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
+    order_S = chosen_S.argsort(stable=True)
+    route = peers.route(counts_E)
+    received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
+    computed = _multiply_own(_OwnExperts(module, len(counts_E) // peers.size), received, route.experts)
+    rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, -1)
+    return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
+    """Apply an expert to each row; own_S: its number among those of this rank."""
+    number = len(rows_SD)
+    if number == 0:
+        # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
+        rows_SD, own_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(own_S, (0, 1))
+    once = rows_SD.new_ones(len(rows_SD), 1)
+    output: Tensor = grouped_mm_experts_forward(experts, rows_SD, own_S.unsqueeze(1), once)
+    return output[:number]
+
+
+class _OwnExperts:
+    """The experts that this rank owns, as transformers' function reads a module: with parameters of plain tensors."""
+
+    def __init__(self, experts: nn.Module, num_experts: int) -> None:
+        self._experts, self.num_experts = experts, num_experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return local(value) if isinstance(value, Tensor) else value
+
+
+def divide_experts(module: nn.Module, peers: ExpertPeers | None) -> None:
+    """Divide the experts of each layer over the ranks of a group; without one do nothing. Before FSDP."""
+    if peers is None:
+        return
+    for _, experts in expert_modules(module):
+        setattr(experts, _PEERS, peers)
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            # On the meta device there is nothing to send.
+            mine = distribute_tensor(parameter.detach(), peers.mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+
+
+def shard_experts(
+    layers: Sequence[nn.Module], parallel: ParallelMesh, precision: MixedPrecisionPolicy, *, is_freed: bool
+) -> None:
+    """Shard the divided experts of some layers over the ranks that own the same ones, in one message."""
+    peers, experts = parallel.experts, [part for layer in layers for _, part in expert_modules(layer)]
+    if peers is None or not experts:
+        return
+    fully_shard(experts, mesh=peers.fsdp_mesh, mp_policy=precision, reshard_after_forward=is_freed)
+    for part in experts:
+        assert isinstance(part, FSDPModule)
+        # An expert's gradient is a sum over the tokens of its group already, but the loss is multiplied by all ranks.
+        part.set_gradient_divide_factor(parallel.num_averaged)
+        if peers.fsdp_mesh.size(-1) > 1:
+            # Gloo cannot multiply while it sums. With one rank, torch 2.13 would divide twice.
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

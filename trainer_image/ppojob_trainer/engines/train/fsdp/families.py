@@ -59,10 +59,15 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             raise _refused(config, f"rope_type={kind}")
 
 
+def num_experts(config: PretrainedConfig) -> int | None:
+    """Return the number of experts of a layer; None if the model is no mixture of experts."""
+    return next((int(number) for name in _NUM_EXPERTS if (number := getattr(config, name, None))), None)
+
+
 def _refuse_family(config: PretrainedConfig) -> None:
     """Refuse a family without tests, except one that only the checkpoint's own code knows."""
     known = f"use a model of one of the families {', '.join(FAMILIES)}"
-    if next((True for name in _NUM_EXPERTS if getattr(config, name, None)), False):
+    if num_experts(config) is not None:
         raise ModelUnsupportedError(
             f"{config.model_type} is a mixture of experts that is not supported, because no test compares it with "
             f"transformers: {known}"

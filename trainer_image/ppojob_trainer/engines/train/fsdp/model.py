@@ -24,7 +24,7 @@ from ppojob_api.v1alpha1.model import FrozenModel, LoRA, TrainedModel
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
-from ppojob_trainer.engines.train.fsdp.experts import add_counts
+from ppojob_trainer.engines.train.fsdp.experts import add_counts, divide_experts, shard_experts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.loading import (
     Conversions,
@@ -126,6 +126,7 @@ def build_policy(
     module.stage = _cut(AutoModelForCausalLM, language_model, module.backbone, options, parallel)
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
+    divide_experts(module, parallel.experts)
     _shard(module, module.backbone, options, parallel)
     return module, conversions
 
@@ -164,6 +165,7 @@ def build_critic(
         module.value_head = None
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
+    divide_experts(module, parallel.experts)
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     if module.value_head is not None:
         # It is so small that a second message for it would cost more than keeping it.
@@ -235,12 +237,14 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     for layer in layers:
         if options.gradient_checkpointing:
             layer.forward = MethodType(_recomputed, layer)
-        if options.compile:
+        # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
+        if options.compile and parallel.experts is None:
             layer.compile()
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
     messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
     for together in messages:
+        shard_experts(together, parallel, precision, is_freed=is_freed)
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:

@@ -9,11 +9,12 @@ whether a step is skipped, so the host waits for no norm before the end of the u
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
@@ -67,11 +68,12 @@ class Optimizer:
         """Clip the gradient to `gradClip`; return its norm before that, float32 [] on the device. Collective."""
         counted = (parameter for parameter in self.parameters if parameter is not self._copy)
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        norm = _full(torch.nn.utils.get_total_norm(gradients))
+        norm = _norm(gradients)
         if self._peers is not None:
             norm = self._peers.sum(norm.square()).sqrt()
         if self.training.grad_clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.training.grad_clip, norm)
+            for group in _of_meshes(self.parameters):
+                torch.nn.utils.clip_grads_with_norm_(group, self.training.grad_clip, norm)
         return norm
 
     def step(self, norm: Tensor) -> None:
@@ -115,6 +117,19 @@ class Optimizer:
     def _set_learning_rate(self) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
+
+
+def _norm(gradients: Iterable[Tensor]) -> Tensor:
+    norms = [_full(torch.nn.utils.get_total_norm(group)) for group in _of_meshes(gradients)]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def _of_meshes(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the tensors of each mesh: torch computes with those of one at a time. Divided experts have their own."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return found.values()
 
 
 def _full(norm: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
     for prefix, module in language_model.named_modules():
         names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
         if isinstance(module, FSDPModule):
-            found |= dict.fromkeys(names, module)
+            # Divided experts are sharded by themselves, and gathered with their layer.
+            found = dict.fromkeys(names, module) | found
     return found
 
 
@@ -140,11 +141,14 @@ def _is_sharded(layer: FSDPModule) -> bool:
 
 @contextmanager
 def _unsharded(layer: FSDPModule) -> Iterator[None]:
-    layer.unshard()
+    parts = [part for part in cast(nn.Module, layer).modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
     try:
         yield
     finally:
-        layer.reshard()
+        for part in parts:
+            part.reshard()
 
 
 def _full(shard: Tensor) -> Tensor:
