@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_api.v1alpha1.spelling import spelled
 
 
@@ -158,39 +159,6 @@ class ValidationSampling(ApiModel):
     """Responses for each prompt."""
 
 
-class SpeculativeMethod(StrEnum):
-    """How tokens are drafted."""
-
-    NGRAM = "NGram"
-
-
-class SpeculativeSpec(ApiModel):
-    """Speculative decoding: tokens are drafted, and the model checks all of them in one step. It keeps those that it
-    samples itself, so a seed samples the same response with and without drafts, but for rounding."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                rule="self.promptLookupMin <= self.promptLookupMax",
-                message="must not be above promptLookupMax",
-                field_path=".promptLookupMin",
-            )
-        )
-    )
-
-    method: SpeculativeMethod = SpeculativeMethod.NGRAM
-    """NGram: the tokens that followed the last ones where these occurred before, in the prompt or the response."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=32)
-    """Tokens that are drafted for each step of a response."""
-    prompt_lookup_min: int = Field(default=2, ge=1, le=64)
-    """Fewest last tokens that must have occurred before."""
-    prompt_lookup_max: int = Field(default=4, ge=1, le=64)
-    """Most last tokens that are looked up; the longest match decides."""
-    max_num_seqs: int = Field(default=32, ge=1, le=1_048_576)
-    """Drafts are tried while a replica has at most this many sequences, for which a step takes nearly as long as for
-    one. They are used where measured steps with drafts generate more tokens per second than those without."""
-
-
 class RolloutSpec(ApiModel):
     """Generating responses with vLLM."""
 
@@ -260,6 +228,13 @@ class Overlap(StrEnum):
     OLD_LOG_PROB = "OldLogProb"
 
 
+class WeightUpdates(StrEnum):
+    """When mode OneStepOff gives the engines new weights."""
+
+    BETWEEN_GENERATIONS = "BetweenGenerations"
+    IN_FLIGHT = "InFlight"
+
+
 DEFAULT_STALENESS = 1
 
 
@@ -275,9 +250,14 @@ class ScheduleSpec(ApiModel):
     trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
     max_staleness: int | None = Field(default=None, ge=1, le=4)
-    """With mode OneStepOff: maximum number of steps by which the weights that generate a response are older than the
-    weights that it trains. The engines get new weights every maxStaleness steps. Absent: 1. Fixed once the job is
+    """With mode OneStepOff: maximum number of steps by which the weights that generate a response, or with which it
+    begins if weightUpdates is InFlight, are older than the weights that it trains. Absent: 1. Fixed once the job is
     accepted."""
+    weight_updates: WeightUpdates | None = None
+    """With mode OneStepOff: when the engines get new weights. BetweenGenerations: every maxStaleness steps, when no
+    response is being generated; the same seed gives the same results. InFlight: after each step, while they generate.
+    Unfinished responses go on with the new weights and keep their cache; results depend on measured times. Absent:
+    BetweenGenerations. Fixed once the job is accepted."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped leaves out, to measure the effect of each. Values: compute values and reward at the
     same time as the actor's log-probs. Reference: compute the reference's log-probs at the same time as the actor's.
@@ -285,6 +265,11 @@ class ScheduleSpec(ApiModel):
     Streaming: compute values, reference and reward of finished responses while others are generated, and the actor's
     log-probs if its GPUs do not generate. OldLogProb: skip the actor's log-probs before the update if the update
     computes the same (one minibatch, one epoch, no KL in the reward)."""
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether the engines get new weights while they generate."""
+        return self.weight_updates is WeightUpdates.IN_FLIGHT
 
 
 class ExportPolicy(StrEnum):

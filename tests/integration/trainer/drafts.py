@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_api.v1alpha1.training import SpeculativeSpec
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
 from tests.integration.trainer.tiny_model import write_tiny_model
 

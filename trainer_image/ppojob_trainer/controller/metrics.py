@@ -42,7 +42,8 @@ def staleness_metrics(step: int, version: int, rollout: Rollout[B]) -> dict[str,
         version: with which their generation began.
     """
     newer = rollout.newer_tokens
-    oldest = rollout.oldest_versions if newer else [version]
+    # Equal weights are not sent again, so an engine's version may be lower than that of the step.
+    oldest = [max(version, each) for each in rollout.oldest_versions] if newer else [version]
     metrics = {
         "staleness/max": float(step - 1 - min(oldest)),
         "staleness/mean": step - 1 - sum(oldest) / len(oldest),

@@ -103,7 +103,9 @@ def schedule_for(spec: PPOJobSpec) -> Schedule:
     if spec.algorithm.dynamic_sampling is not None:
         without.add(Overlap.STREAMING)
     schedule, staleness = schedule_of(spec.schedule.mode, without), spec.schedule.max_staleness
-    return schedule if staleness is None else replace(schedule, max_staleness=staleness)
+    if staleness is None:
+        return schedule
+    return replace(schedule, max_staleness=staleness, in_flight=spec.schedule.updates_in_flight)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

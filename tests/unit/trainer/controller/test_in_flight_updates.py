@@ -156,3 +156,12 @@ async def test_an_engine_that_a_push_admits_in_the_middle_of_a_generation_takes_
     assert run.world.trained == [(step, step) for step in range(1, 5)]
     assert {engine for _, engine, step, _ in run.world.written if step > 1} == {1}
     assert metrics_of(run, "rollout/repeated_samples", range(1, 4)) == [0, 2, 0]
+
+
+async def test_weights_that_did_not_change_in_the_warmup_are_not_old(make_run: MakeRun) -> None:
+    run = make_run(in_flight(1), steps=6, pool_of=POOLS, settings={"critic_warmup_steps": 4})
+
+    await run()
+
+    assert [name for name in run.world.names() if name.startswith("push")] == ["push 5", "push 6"]
+    assert max(metrics_of(run, "staleness/max", range(1, 7))) <= 1

@@ -9,7 +9,7 @@ import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_api.v1alpha1.training import SpeculativeSpec
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import RolloutOptions, engine_arguments, environment
 
 CPU = RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, max_num_batched_tokens=256)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import SpeculativeSpec
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.environment import base_environment
 from ppojob_trainer.engines.precision import precision_of
 
@@ -116,6 +116,7 @@ class RolloutOptions:
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
             speculative=rollout.speculative,
+            updates_in_flight=spec.schedule.updates_in_flight,
             engine_args=rollout.engine_args,
         )
 

@@ -132,5 +132,6 @@ def pack_tied_heads(model: nn.Module) -> None:
     with its packed copy of the old embedding.
     """
     for module in model.modules():
-        if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
