@@ -1,6 +1,6 @@
 """Changes the weights of a real vLLM engine while it generates; prints what was seen as JSON.
 
-`python -m tests.integration.trainer.in_flight_updates MODEL DEVICE`: a process, because vLLM reads its environment at
+`python -m tests.integration.trainer.in_flight_updates MODEL [drafts]`: a process, because vLLM reads its environment at
 its import. See test_in_flight_updates.py.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
+from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
 
 PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.in_flight_updates"
@@ -31,9 +32,9 @@ PROMPTS = [[5 + position % 7 for position in range(3 * BLOCK + 3)]] * NUM_SAMPLE
 _TRIES = 8
 
 
-def seen_of(model: Path, device: str, limit: float) -> dict[str, Any]:
+def seen_of(model: Path, limit: float, *, drafts: bool) -> dict[str, Any]:
     """Run this module as a process and return what it has seen."""
-    command = [sys.executable, "-m", MODULE, str(model), device]
+    command = [sys.executable, "-m", MODULE, str(model), *(["drafts"] if drafts else [])]
     ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
@@ -175,7 +176,8 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     started = time.perf_counter()
     alone = await scene.generate()
     seconds = time.perf_counter() - started
-    seen: dict[str, Any] = {"first": [plain(one) for one in first], "alone": [plain(one) for one in alone]}
+    seen: dict[str, Any] = {"alone": [plain(one) for one in alone]}
+    seen["accepted drafts"] = Drafts.total(one.drafts for one in first).num_accepted
     same, _ = await scene.interrupted(old, seconds)
     seen["same weights"] = [plain(one) for one in same]
     changed, after = await scene.interrupted(new, seconds)
@@ -192,15 +194,15 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
 
 
 def main() -> None:
-    path, device = sys.argv[1], Device(sys.argv[2])
+    path, has_drafts = sys.argv[1], "drafts" in sys.argv[2:]
     options = RolloutOptions(
         path=path,
-        device=device,
+        device=Device.CPU,
         max_model_len=len(PROMPTS[0]) + NUM_TOKENS,
         max_num_seqs=64,
-        gpu_memory_utilization=0.3,
         timeout_seconds=LIMIT_S,
         updates_in_flight=True,
+        speculative=SpeculativeSpec() if has_drafts else None,
         engine_args={"block_size": BLOCK},
     )
     os.environ.update(environment(options, num_threads=1))

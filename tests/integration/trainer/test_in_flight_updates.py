@@ -6,20 +6,27 @@ from typing import Any
 
 import pytest
 
+from tests.integration.trainer.drafts import write_repeating_model
 from tests.integration.trainer.in_flight_updates import NUM_SAMPLES, NUM_TOKENS, seen_of
-from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 400
-ROUNDING = 1e-3
-"""float32 on both sides; sums in another order differ by about 3e-5 on this model."""
+ROUNDING = 1e-4
+"""float32 on both sides; sums in another order differ by about 2e-6 on this model."""
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-    return seen_of(model, "CPU", LIMIT_S)
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "drafts"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_repeating_model(tmp_path_factory.mktemp("model"))
+    found = seen_of(model, LIMIT_S, drafts=request.param)
+    assert (found["accepted drafts"] > 0) is request.param
+    # A model that is given several tokens at once rounds otherwise.
+    return {**found, "same": ROUNDING if request.param else 0.0}
+
+
+def assert_equal(ours: list[float], theirs: list[float], tolerance: float) -> None:
+    assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) <= tolerance
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
@@ -41,25 +48,25 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it(seen: dict[st
     assert len({version for one in seen["after"] for version in one["versions"]}) == 1
 
 
-def test_equal_weights_change_no_bit(seen: dict[str, Any]) -> None:
+def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
     for one, alone in zip(seen["same weights"], seen["alone"], strict=True):
         assert one["tokens"] == alone["tokens"]
-        assert one["log_probs"] == alone["log_probs"]
+        assert_equal(one["log_probs"], alone["log_probs"], seen["same"])
 
 
 def test_tokens_before_the_push_are_those_of_the_old_weights(seen: dict[str, Any]) -> None:
     for one, alone in zip(seen["other weights"], seen["alone"], strict=True):
         num_old = one["versions"].count(one["versions"][0])
         assert one["tokens"][:num_old] == alone["tokens"][:num_old]
-        assert one["log_probs"][:num_old] == alone["log_probs"][:num_old]
-        assert one["log_probs"][num_old:] != alone["log_probs"][num_old:]
+        assert_equal(one["log_probs"][:num_old], alone["log_probs"][:num_old], seen["same"])
+        assert one["tokens"][num_old:] != alone["tokens"][num_old:]
 
 
 def test_tokens_after_the_push_are_those_of_the_new_weights_on_the_cache_of_the_old_ones(seen: dict[str, Any]) -> None:
     for differences in seen["differences"]:
         assert differences["kept cache"] < ROUNDING
-        assert differences["computed again"] > 1
-        assert differences["old"] > 1
+        assert differences["computed again"] > 100 * ROUNDING
+        assert differences["old"] > 100 * ROUNDING
 
 
 def test_a_new_request_finds_nothing_that_old_weights_cached(seen: dict[str, Any]) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
-from tests.unit.trainer.engines.test_response_scheduler import BLOCK, answer, folder, make
+from tests.unit.trainer.engines.test_response_scheduler import (
+    BLOCK,
+    Seen,
+    answer,
+    complete,
+    folder,
+    make,
+    make_request,
+    receive,
+)
 
 __all__ = ["folder"]
 
@@ -91,3 +102,53 @@ def test_a_new_request_finds_no_block_of_an_unfinished_one(
         {TOKENS_AT_UPDATES: [3]},
         None,
     ]
+
+
+def interrupted(scheduler: Any, depth: int, every: int) -> Seen:
+    """Answer each step `depth - 1` steps later; after some steps, pause as vLLM does, and change the weights."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    chance, seen, lengths = random.Random(3), Seen(), dict[str, int]()
+    waiting = deque(make_request(number, chance, 0.0) for number in range(30))
+    running: deque[Any] = deque()
+    for step in range(1, 10_000):
+        if waiting:
+            scheduler.add_request(waiting.popleft())
+        if step % every == 0:
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            assert not scheduler.has_unfinished_requests()
+            while running:
+                receive(scheduler, *running.popleft(), seen)
+            assert scheduler.reset_prefix_cache()
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        if scheduler.has_requests():
+            output = scheduler.schedule()
+            running.append((output, answer(output, scheduler, lengths)))
+        if running and (len(running) == depth or not scheduler.has_requests()):
+            receive(scheduler, *running.popleft(), seen)
+        if not waiting and not running and not scheduler.has_requests():
+            return seen
+    raise AssertionError("it did not end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("runner", ["1", "2"])
+@pytest.mark.parametrize("num_blocks", [400, 36])
+def test_pauses_change_no_response(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, runner: str, depth: int
+) -> None:
+    """With few blocks, requests are preempted, and compute their blocks again."""
+    never = interrupted(make("ours", folder, num_blocks, monkeypatch, runner), depth, every=10_000)
+    often = interrupted(make("ours", folder, num_blocks, monkeypatch, runner), depth, every=3)
+
+    assert len(complete(never)) == 30
+    assert without_ranks(often) == without_ranks(never)
+
+
+def without_ranks(seen: Seen) -> dict[str, Any]:
+    """Return the complete responses without the ranks, which here name the row of the step."""
+    return {
+        name: {key: value for key, value in response.items() if key != "ranks"}
+        for name, response in complete(seen).items()
+    }
