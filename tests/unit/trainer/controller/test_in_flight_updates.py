@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_trainer.controller.cost_model import fit
+from ppojob_trainer.controller.prediction import observations, predict
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
+from ppojob_trainer.controller.step_time import Layout
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
 from tests.unit.trainer.controller.fake_world import DURATIONS, Loss
 from tests.unit.trainer.controller.test_one_step_off import MOST, POOLS, STEPS, newest, off, resumed
@@ -165,3 +168,19 @@ async def test_weights_that_did_not_change_in_the_warmup_are_not_old(make_run: M
 
     assert [name for name in run.world.names() if name.startswith("push")] == ["push 5", "push 6"]
     assert max(metrics_of(run, "staleness/max", range(1, 7))) <= 1
+
+
+@pytest.mark.parametrize(("generate", "push"), [(30.0, 4.0), (10.0, 4.0), (3.0, 1.0)])
+async def test_the_time_of_a_step_follows_from_what_its_phases_took(
+    make_run: MakeRun, generate: float, push: float
+) -> None:
+    run = make_run(in_flight(2), steps=12, pool_of=POOLS)
+    run.world.durations |= {"generate": generate, "push": push}
+    await run()
+    records = [run.monitor.records[step] for step in range(5, 10)]
+    gpus = {role: pool for role, pool in POOLS.items() if role not in ("data", "reward")}
+    layout = Layout(gpus, dict.fromkeys("arc", 1), in_flight(2))
+
+    found = predict(fit(observations(records, layout)), layout)
+
+    assert found.seconds == pytest.approx(records[2]["timing_s/step"])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+
+import pytest
 
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from tests.unit.trainer.worker_groups.fake_processes import as_group
 from tests.unit.trainer.worker_groups.test_elastic_rollout import LOST, A, B, actor, pool_of, spec_of
 
 
-async def test_a_push_in_flight_is_repeated_if_the_generation_found_the_loss_first() -> None:
+async def test_a_push_in_flight_is_repeated_if_the_generation_found_the_loss_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool, sender = pool_of(1, A, B), actor()
     weights = WeightsGroup(as_group(sender), [pool.rollout], spec_of())
     await pool.rollout.load()
@@ -19,13 +24,27 @@ async def test_a_push_in_flight_is_repeated_if_the_generation_found_the_loss_fir
     send = weights._sent
 
     async def sent(version: int) -> dict[str, float]:
-        found = await asyncio.gather(generating.exchange(1, [], None, 1), send(version), return_exceptions=True)
-        if isinstance(found[1], BaseException):
-            raise found[1]
-        return found[1]
+        # The push has begun before the generation finds the loss, and fails after it.
+        moved, _ = await asyncio.gather(send(version), generating.exchange(1, [], None, 1), return_exceptions=True)
+        if isinstance(moved, BaseException):
+            raise moved
+        return moved
 
     weights._sent = sent  # type: ignore[method-assign]
-    await weights.push(2)
+    with caplog.at_level(logging.WARNING):
+        await weights.push(2)
 
     assert pool.rollout.ranks == [0]
     assert (pool.replicas.killed, pool.rollout.num_lost) == ([1], 1)
+    assert "once more, without the engines that were lost meanwhile" in caplog.text
+
+
+async def test_an_engine_whose_loss_is_found_twice_is_lost_once(caplog: pytest.LogCaptureFixture) -> None:
+    pool = pool_of(1, A, B)
+    await pool.rollout.load()
+
+    with caplog.at_level(logging.WARNING):
+        pool.rollout.lose(1, LOST)
+        pool.rollout.lose(1, LOST)
+
+    assert len(caplog.records) == 1
