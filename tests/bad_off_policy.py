@@ -70,6 +70,43 @@ BAD_OFF_POLICY = (
         shows="2",
     ),
     BadSpec(
+        "weights that change under engines of an on-policy job, which may sleep",
+        {_spec("schedule"): {"mode": "Overlapped", "weightUpdates": "InFlight"}},
+        "spec.schedule.weightUpdates",
+        "set schedule.mode: OneStepOff",
+        shows="InFlight",
+    ),
+    BadSpec(
+        "weights that change under engines that sleep while the critic trains",
+        {
+            **_APART,
+            _spec("schedule", "weightUpdates"): "InFlight",
+            _spec("placement", "rollout"): ["rollout", "critic"],
+        },
+        "spec.schedule.mode",
+        "pool critic of placement.rollout has the critic",
+        shows="OneStepOff",
+    ),
+    BadSpec(
+        "weights that change under a scheduler that does not know it",
+        {
+            **_APART,
+            _spec("schedule", "weightUpdates"): "InFlight",
+            _spec("rollout", "engineArgs"): {"scheduling_policy": "priority"},
+        },
+        "spec.rollout.engineArgs.scheduling_policy",
+        "remove this argument, or schedule.weightUpdates: InFlight",
+        shows="priority",
+        server_refuses=False,
+    ),
+    BadSpec(
+        "an unknown time of weight updates",
+        {**_APART, _spec("schedule", "weightUpdates"): "Sometimes"},
+        "spec.schedule.weightUpdates",
+        "InFlight",
+        shows="Sometimes",
+    ),
+    BadSpec(
         "too old weights",
         {**_APART, _spec("schedule", "maxStaleness"): 5},
         "spec.schedule.maxStaleness",

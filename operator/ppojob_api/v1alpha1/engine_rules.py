@@ -89,10 +89,15 @@ def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"rollout.engineArgs.{name}", value, RESERVED_ENGINE_ARGS[name]
 
 
-def _drafts_have_the_trainers_scheduler(spec: PPOJobSpec) -> Iterator[Problem]:
+def _the_trainers_scheduler_is_there(spec: PPOJobSpec) -> Iterator[Problem]:
+    needs = {
+        "rollout.speculative": spec.rollout.speculative is not None,
+        "schedule.weightUpdates: InFlight": spec.schedule.updates_in_flight,
+    }
+    needing = next((field for field, is_set in needs.items() if is_set), None)
     for name, value in spec.rollout.engine_args.items():
-        if name in SCHEDULING_ARGS and spec.rollout.speculative is not None:
-            remedy = "rollout.speculative needs the trainer's scheduler: remove this argument, or rollout.speculative"
+        if name in SCHEDULING_ARGS and needing is not None:
+            remedy = f"{needing} needs the trainer's scheduler: remove this argument, or {needing}"
             yield f"rollout.engineArgs.{name}", value, remedy
 
 
@@ -107,6 +112,6 @@ ENGINE_CHECKS = (
     _engine_classes_are_read,
     _engine_classes_are_module_or_file,
     _engine_args_are_the_users,
-    _drafts_have_the_trainers_scheduler,
+    _the_trainers_scheduler_is_there,
     _shortest_lookup_is_not_above_the_longest,
 )

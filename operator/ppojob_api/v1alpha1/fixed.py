@@ -41,8 +41,8 @@ IMMUTABLE = (
 
 _REMEDY = "cannot change once the job is accepted: create another PPOJob with the new value"
 _MODE_REMEDY = (
-    "a change from or to mode OneStepOff, or of its maxStaleness, would change what is computed: create another "
-    "PPOJob with the new value"
+    "a change from or to mode OneStepOff, or of its maxStaleness or weightUpdates, would change what is computed: "
+    "create another PPOJob with the new value"
 )
 
 

@@ -48,6 +48,11 @@ STALENESS_RULES = [
         message="only mode OneStepOff reads maxStaleness: remove it, or set mode to OneStepOff",
         field_path=".maxStaleness",
     ),
+    Rule(
+        rule="!has(self.weightUpdates) || self.mode == 'OneStepOff'",
+        message="only mode OneStepOff reads weightUpdates: remove it, or set mode to OneStepOff",
+        field_path=".weightUpdates",
+    ),
 ]
 """Of `schedule` alone."""
 
@@ -107,6 +112,12 @@ def _only_one_step_off_is_stale(spec: PPOJobSpec) -> Iterator[Problem]:
     if schedule.max_staleness is not None and schedule.mode is not ScheduleMode.ONE_STEP_OFF:
         remedy = f"mode {schedule.mode} is on-policy and does not read it: remove it, or set schedule.mode: OneStepOff"
         yield "schedule.maxStaleness", schedule.max_staleness, remedy
+    if schedule.weight_updates is not None and schedule.mode is not ScheduleMode.ONE_STEP_OFF:
+        remedy = (
+            f"mode {schedule.mode} trains on-policy, and its engines may sleep: remove it, or set schedule.mode: "
+            "OneStepOff"
+        )
+        yield "schedule.weightUpdates", schedule.weight_updates.value, remedy
 
 
 def _correction_has_what_it_reads(spec: PPOJobSpec) -> Iterator[Problem]:

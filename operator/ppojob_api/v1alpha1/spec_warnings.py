@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.algorithm import PolicyLoss
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, ScheduleMode
+from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, ScheduleMode, WeightUpdates
 from ppojob_api.v1alpha1.validation import FieldError
 
 _ANY_GPU = (None, "nvidia.com/gpu", "amd.com/gpu")
@@ -77,6 +77,12 @@ def _is_off_policy(spec: PPOJobSpec) -> Iterator[FieldError]:
             f"{'s' * (steps > 1)} old; for on-policy training, use Auto"
         )
         yield FieldError("spec.schedule.mode", mode.value, remedy)
+    if spec.schedule.updates_in_flight:
+        remedy = (
+            "which weights sample a token depends on measured times, so the same seed gives other results each time; "
+            "for equal results, use BetweenGenerations"
+        )
+        yield FieldError("spec.schedule.weightUpdates", WeightUpdates.IN_FLIGHT.value, remedy)
 
 
 def _copies_cross_nodes(spec: PPOJobSpec) -> Iterator[FieldError]:

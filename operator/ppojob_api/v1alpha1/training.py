@@ -232,6 +232,13 @@ class Overlap(StrEnum):
     OLD_LOG_PROB = "OldLogProb"
 
 
+class WeightUpdates(StrEnum):
+    """When mode OneStepOff gives the engines new weights."""
+
+    BETWEEN_GENERATIONS = "BetweenGenerations"
+    IN_FLIGHT = "InFlight"
+
+
 DEFAULT_STALENESS = 1
 
 
@@ -247,9 +254,14 @@ class ScheduleSpec(ApiModel):
     trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
     max_staleness: int | None = Field(default=None, ge=1, le=4)
-    """With mode OneStepOff: maximum number of steps by which the weights that generate a response are older than the
-    weights that it trains. The engines get new weights every maxStaleness steps. Absent: 1. Fixed once the job is
+    """With mode OneStepOff: maximum number of steps by which the weights that generate a response, or with which it
+    begins if weightUpdates is InFlight, are older than the weights that it trains. Absent: 1. Fixed once the job is
     accepted."""
+    weight_updates: WeightUpdates | None = None
+    """With mode OneStepOff: when the engines get new weights. BetweenGenerations: every maxStaleness steps, when no
+    response is being generated; the same seed gives the same results. InFlight: after each step, while they generate.
+    Unfinished responses go on with the new weights and keep their cache; results depend on measured times. Absent:
+    BetweenGenerations. Fixed once the job is accepted."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped leaves out, to measure the effect of each. Values: compute values and reward at the
     same time as the actor's log-probs. Reference: compute the reference's log-probs at the same time as the actor's.
@@ -257,6 +269,11 @@ class ScheduleSpec(ApiModel):
     Streaming: compute values, reference and reward of finished responses while others are generated, and the actor's
     log-probs if its GPUs do not generate. OldLogProb: skip the actor's log-probs before the update if the update
     computes the same (one minibatch, one epoch, no KL in the reward)."""
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether the engines get new weights while they generate."""
+        return self.weight_updates is WeightUpdates.IN_FLIGHT
 
 
 class ExportPolicy(StrEnum):

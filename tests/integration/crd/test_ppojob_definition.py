@@ -292,7 +292,7 @@ def test_whether_a_job_is_on_policy_may_not_change_once_it_is_accepted(kubectl: 
     done = kubectl.run("patch", "ppojob", accepted, "--type=merge", "--dry-run=server", f"--patch={patch}")
 
     assert done.returncode != 0
-    assert "a change from or to mode OneStepOff, or of its maxStaleness, would change what is computed" in done.stderr
+    assert "a change from or to mode OneStepOff, or of its maxStaleness or weightUpdates, would change" in done.stderr
 
 
 @pytest.mark.parametrize("part", MUTABLE)

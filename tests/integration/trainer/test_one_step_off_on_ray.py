@@ -35,6 +35,7 @@ PLACEMENT = {"actor": "trainer", "rollout": ["rollout"]}
 LEARNING_STEPS = 25
 MIN_RISE = 0.3
 KILLED_STEPS = 5
+IN_FLIGHT_STEPS = 5
 ROUNDING = 5e-3
 """Relative difference of a metric between two runs. The engine's log-probs are rounded according to the sequences
 that it computes at the same time, and here they weigh the loss. Other responses would differ by far more."""
@@ -43,7 +44,7 @@ that it computes at the same time, and here they weigh the loss. Other responses
 def off(model: Path, staleness: int, **changes: Any) -> dict[str, Any]:
     """Return the spec of a job with truncated importance sampling."""
     algorithm = {"rolloutCorrection": {"method": "Truncate"}, **changes.pop("algorithm", {})}
-    schedule = {"mode": "OneStepOff", "maxStaleness": staleness}
+    schedule = {"mode": "OneStepOff", "maxStaleness": staleness, **changes.pop("schedule", {})}
     return spec_of(model, pools=POOLS, placement=PLACEMENT, schedule=schedule, algorithm=algorithm, **changes)
 
 
@@ -126,3 +127,60 @@ def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path:
     assert "resuming after step" in log_of(killed)
     assert_same_steps(Run(killed), Run(whole), rel=ROUNDING, absolute=1e-4)
     assert_same_weights(Run(killed), Run(whole), model, largest=0.05)
+
+
+def test_weights_arrive_while_responses_are_generated_and_a_killed_run_loses_none(model: Path, tmp_path: Path) -> None:
+    spec = off(
+        model,
+        2,
+        schedule={"weightUpdates": "InFlight"},
+        algorithm={"advantageEstimator": "GRPO"},
+        data={
+            "train": {"reasoningGym": {**TASK, "size": 64, "seed": 1}},
+            "trainBatchSize": 8,
+            "maxPromptLength": 256,
+            "maxResponseLength": 192,
+        },
+        # Few sequences at a time: generation takes longer than training, so that pushes meet it.
+        rollout={"samplesPerPrompt": 4, "maxNumSeqs": 4},
+        actor={"learningRate": 1e-3, "miniBatchSize": 8},
+        checkpoint={"everySteps": 1, "keep": 2, "async": False, "export": "Never"},
+        trainer={"totalSteps": IN_FLIGHT_STEPS, "validateEverySteps": 0},
+    )
+    with started(tmp_path, spec) as run:
+        wait_until(lambda: num_records(tmp_path) > 2, run, "the third record", tmp_path)
+        kill(run)
+    last = max(int(folder.name.removeprefix("step-")) for folder in (tmp_path / "checkpoints").glob("step-*"))
+    saved = json.loads((tmp_path / "checkpoints" / f"step-{last}" / "manifest.json").read_text())["state"]["queue"]
+    assert saved["base"] == last, "each step pushes"
+    assert saved["versions"], "the next step's responses began with older weights"
+
+    with started(tmp_path, spec) as run:
+        assert run.wait(LIMIT_S) == 0, log_of(tmp_path)
+
+    assert f"resuming after step {last}" in log_of(tmp_path)
+    records = records_of(tmp_path)
+    assert sorted(records) == list(range(1, IN_FLIGHT_STEPS + 1))
+    for step, record in records.items():
+        assert 0 <= record["staleness/mean"] <= record["staleness/max"] <= 2
+        mixed, newer = record["staleness/mixed_samples_fraction"], record["staleness/newer_tokens_fraction"]
+        assert 0 <= mixed <= 1
+        assert 0 <= newer <= 1
+        assert (mixed > 0) == (newer > 0)
+        assert 0 < record["rollout_corr/rollout_is_eff_sample_size"] <= 1.001, step
+    for step, version in enumerate(saved["versions"], start=last + 1):
+        assert version <= records[step]["staleness/oldest_version"] < last, "the saved responses were trained"
+    assert any(record["staleness/mixed_samples_fraction"] > 0 for record in records.values())
+    assert any(record.get("rollout/paused_s", 0) > 0 for record in records.values())
+    trace = read_trace(tmp_path / "trace.json")
+    assert is_during(trace, "update_weights", "gen"), "a push met a generation"
+
+
+def is_during(trace: list[Span], one: str, other: str) -> list[Span]:
+    """Return the phases of one name that began and ended while one of another name ran."""
+    return [
+        mine
+        for mine in trace
+        for theirs in trace
+        if (mine.name, theirs.name) == (one, other) and theirs.start < mine.start and mine.end < theirs.end
+    ]

@@ -66,6 +66,20 @@ def test_a_job_stays_on_policy() -> None:
     assert REMEDY in words
 
 
+def test_when_weights_are_updated_stays_as_it_is() -> None:
+    off = [
+        ("pools", [{"name": name, "gpusPerNode": 2} for name in ("actor", "critic", "rollout")]),
+        ("placement.rollout", ["rollout"]),
+        ("algorithm.rolloutCorrection", {"method": "Truncate"}),
+        ("schedule.mode", "OneStepOff"),
+    ]
+
+    [(field, _, words)] = fixed_changes(spec(*off), spec(*off, ("schedule.weightUpdates", "InFlight")))
+
+    assert field == "schedule.mode"
+    assert "of its maxStaleness or weightUpdates" in words
+
+
 def test_all_changes_are_named_at_once() -> None:
     found = fixed_changes(spec(), spec(("trainer.seed", 7), ("storage.claimName", "other")))
 

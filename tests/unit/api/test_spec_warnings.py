@@ -149,3 +149,12 @@ def test_of_the_examples_only_missing_checkpoints_are_doubtful(path: Path) -> No
 
 def test_the_table_begins_from_a_spec_without_doubts() -> None:
     assert list(spec_warnings(resolve(parse_manifest(GOOD)[2]))) == []
+
+
+def test_weights_that_change_in_flight_have_a_warning_beside_that_of_the_mode() -> None:
+    first, second = said_of({**OFF, "schedule": {"mode": "OneStepOff", "weightUpdates": "InFlight"}})
+
+    assert first.startswith("spec.schedule.mode: 'OneStepOff': this job is not trained on-policy")
+    assert second.startswith(
+        "spec.schedule.weightUpdates: 'InFlight': which weights sample a token depends on measured"
+    )

@@ -209,6 +209,8 @@ async def _follow(role: str, port: RolloutPort[B], work: _Work[B], clock: Callab
 
     def give_work() -> None:
         for engine in [(role, number) for number in port.engines if (role, number) not in running.values()]:
+            # A push in flight may have admitted it after the generation began.
+            work.queue.join(engine, port.engines[engine[1]])
             rows = work.queue.take(engine)
             if work.queue.num_held(engine):
                 work.since.setdefault(engine, clock())

@@ -29,15 +29,30 @@ def length_metrics(rollout: Rollout[B], max_response_length: int) -> dict[str, f
     }
 
 
-def staleness_metrics(step: int, version: int) -> dict[str, float]:
+def staleness_metrics(step: int, version: int, rollout: Rollout[B]) -> dict[str, float]:
     """Return how old the weights are that generated the responses of a step.
 
-    staleness/max, staleness/mean: optimizer steps of the run between those weights and the ones that are trained; 0:
-    on-policy. All responses of a step have the same. staleness/oldest_version: the step after which the policy had the
-    oldest of those weights.
+    staleness/max, staleness/mean: steps of the run between the weights with which a response begins and the ones that
+    are trained; 0: on-policy. staleness/oldest_version: the step after which the policy had the oldest weights of all.
+    If weights are updated in flight: staleness/mixed_samples_fraction: share of the responses whose tokens come from
+    more than one version; staleness/newer_tokens_fraction: share of the response tokens that newer weights sampled than
+    the first token of their response. Otherwise all responses of a step have the same version.
+
+    Args:
+        version: with which their generation began.
     """
-    age = float(step - 1 - version)
-    return {"staleness/max": age, "staleness/mean": age, "staleness/oldest_version": float(version)}
+    newer = rollout.newer_tokens
+    # Equal weights are not sent again, so an engine's version may be lower than that of the step.
+    oldest = [max(version, each) for each in rollout.oldest_versions] if newer else [version]
+    metrics = {
+        "staleness/max": float(step - 1 - min(oldest)),
+        "staleness/mean": step - 1 - sum(oldest) / len(oldest),
+        "staleness/oldest_version": float(min(oldest)),
+    }
+    if newer:
+        metrics["staleness/mixed_samples_fraction"] = sum(count > 0 for count in newer) / len(newer)
+        metrics["staleness/newer_tokens_fraction"] = sum(newer) / max(1, sum(rollout.response_lengths))
+    return metrics
 
 
 def draft_metrics(drafts: Sequence[Drafts]) -> dict[str, float]:

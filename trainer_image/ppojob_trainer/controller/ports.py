@@ -98,6 +98,16 @@ class Rollout(Protocol[B_co]):
         """Tokens of each response."""
         ...
 
+    @property
+    def oldest_versions(self) -> Sequence[int]:
+        """Version of the weights that sampled each response's first token; empty unless weights change in flight."""
+        ...
+
+    @property
+    def newer_tokens(self) -> Sequence[int]:
+        """Tokens of each response that newer weights sampled than its first; empty unless weights change in flight."""
+        ...
+
 
 class Capacity(Protocol):
     """How much an engine computes at the same time."""
@@ -205,7 +215,8 @@ class DataPort(Protocol[B]):
 
 
 class RolloutPort(Protocol[B]):
-    """The engines of a pool, which generate responses. New ones may be among them after each push of the weights."""
+    """The engines of a pool, which generate responses. New ones may be among them after each push of the weights, also
+    in the middle of a generation if the job updates weights in flight."""
 
     @property
     def engines(self) -> Mapping[int, Capacity]:
@@ -356,7 +367,10 @@ class WeightsPort(Protocol):
         ...
 
     async def push(self, version: int) -> Metrics:
-        """Load the current policy into all engines and verify it. Return metrics of the transfer."""
+        """Load the current policy into all engines and verify it. Return metrics of the transfer.
+
+        Engines that generate pause meanwhile, if the job updates weights in flight; otherwise none may generate.
+        """
         ...
 
 

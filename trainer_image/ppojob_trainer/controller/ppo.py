@@ -26,8 +26,9 @@
 * With dynamic sampling, gen and reward are repeated until the batch is full (`dynamic_sampling`). So all other phases
   wait for the whole batch, and the responses of a round are scored after its generation.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
-* In mode OneStepOff, `queue` draws which steps are generated while others are trained. old_log_prob stays that of the
-  policy at the start of the step, so the clipping does not depend on the staleness.
+* In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
+  updated in flight. old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on
+  the staleness.
 
 `loop` calls `queue.begin` (generations), `prepare` (up to the advantages: it changes no model and can be dropped) and
 `apply` (cannot be dropped). Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped
@@ -43,6 +44,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
+from ppojob_trainer.controller.engine_weights import EngineWeights
 from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
 from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
@@ -103,7 +105,8 @@ class PPO(Generic[B]):
         # On-policy, the policy does not change while the engines generate, so its weights can be sent again.
         self.load_again = None if schedule.max_staleness else self._load_again
         self._generation = Generation(ports, phases, self.load_again, keeps=schedule.max_staleness > 0)
-        self.queue = GenerationQueue(self._generate, schedule.max_staleness)
+        self._weights = EngineWeights(ports.weights, phases, self._generation.roles, in_flight=schedule.in_flight)
+        self.queue = GenerationQueue(self._generate, schedule.max_staleness, in_flight=schedule.in_flight)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._streamed: StreamedPhases[B] | None = None
@@ -120,12 +123,14 @@ class PPO(Generic[B]):
         if self._sampler is not None:
             return await self._filled(self._sampler, step, version)
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
+        start = self._phases.now()
         streamed: StreamedPhases[B] | None = None
         if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
             rollout, streamed = await self._stream(prompts, step)
         else:
             rollout = await self._generation.write(prompts, step)
-        return Generated(step, prompts.batch.union(rollout.batch), rollout, prompts.epoch, version, streamed)
+        batch, metrics = prompts.batch.union(rollout.batch), self._weights.paused_metrics(start)
+        return Generated(step, batch, rollout, prompts.epoch, version, streamed, metrics=metrics)
 
     async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
         """Generate and score rounds until the batch is full of prompts whose scores differ."""
@@ -141,9 +146,9 @@ class PPO(Generic[B]):
     async def _round(self, step: int, count: int, number: int) -> Round[B]:
         """Generate and score the responses to some prompts."""
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step, count))
-        if number > 1 and self._ports.weights.are_released:
+        if number > 1 and self._weights.are_released:
             # The policy is still that of the last step.
-            await self._push(step, step - 1)
+            await self._weights.push(step, step - 1)
         rollout = await self._generation.write(prompts, step)
         batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
         phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
@@ -155,10 +160,9 @@ class PPO(Generic[B]):
     async def prepare(self, step: int) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
         ports, generated = self._ports, await self.queue.take(step)
-        generate_hooked = generated.metrics
         if not generated.is_scored:
-            batch, generate_hooked = await self._generate_hooks(generated.batch, step)
-            generated = replace(generated, batch=batch)
+            batch, hooked = await self._generate_hooks(generated.batch, step)
+            generated = replace(generated, batch=batch, metrics={**generated.metrics, **hooked})
         batch, found = await self._forward(generated)
         batch, hooked = await self._hooks(HookPoint.SCORE, batch, step)
         coefficient = self._kl.coefficient
@@ -167,9 +171,9 @@ class PPO(Generic[B]):
         )
         metrics = {
             **length_metrics(generated.rollout, self._settings.max_response_length),
-            **staleness_metrics(step, generated.version),
+            **staleness_metrics(step, generated.version, generated.rollout),
             **self._generation.metrics(),
-            **generate_hooked,
+            **generated.metrics,
             **found,
             **hooked,
             **statistics,
@@ -207,11 +211,12 @@ class PPO(Generic[B]):
             updated = await self._run(Phase.UPDATE_ACTOR, "actor", step, self._ports.actor.update(batch))
         if not self.queue.is_due(step):
             return updated
-        await self.queue.idle()
-        if is_trained or self._ports.weights.are_released:
+        if not self._schedule.in_flight:
+            await self.queue.idle()
+        if is_trained or self._weights.are_released:
             if not self._schedule.weight_sync:
                 await self.critic_metrics()
-            updated = {**updated, **await self._push(step, step)}
+            updated = {**updated, **await self._weights.push(step, step)}
         self.queue.pushed(step)
         return updated
 
@@ -219,18 +224,11 @@ class PPO(Generic[B]):
         """Send the weights after `step`, the last one, to engines that have older ones; for validation."""
         if self.queue.loaded != step:
             await self.queue.idle()
-            await self._push(step, step)
+            await self._weights.push(step, step)
             self.queue.pushed(step, is_base=False)
 
     async def _load_again(self, step: int) -> None:
-        await self._push(step, self.queue.loaded)
-
-    async def _push(self, step: int, version: int) -> Metrics:
-        own, *shared = self._generation.roles
-        # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
-        also = shared if self._ports.weights.are_released else []
-        pushing = self._ports.weights.push(version)
-        return await self._phases.run_alone(Phase.UPDATE_WEIGHTS, own, step, pushing, also=also)
+        await self._weights.push(step, self.queue.loaded)
 
     async def critic_metrics(self) -> Metrics:
         """Wait for the last step's critic update and return its metrics; none without a critic."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ppojob_trainer.controller.cost_model import Observation, PhaseCost
+from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import Layout, StepTime, is_of_step, step_time
 
 __all__ = ["evenness", "observations", "predict"]
 
 _TIMING = "timing_s/"
+_PAUSED = "rollout/paused_s"
 _TOKENS = "perf/total_num_tokens"
 _MEAN, _LONGEST = "response_length/mean", "response_length/max"
 
@@ -29,7 +31,9 @@ def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[s
         for name, seconds in metrics.items():
             phase = name.removeprefix(_TIMING)
             if phase != name and is_of_step(phase):
-                seen = Observation(layout.gpus_of(phase), seconds, metrics.get(_TOKENS, 1.0), evenness(metrics))
+                # `step_time` adds the pauses of the engines again.
+                taken = seconds - (metrics.get(_PAUSED, 0.0) if phase == Phase.GENERATE else 0.0)
+                seen = Observation(layout.gpus_of(phase), taken, metrics.get(_TOKENS, 1.0), evenness(metrics))
                 found.setdefault(phase, []).append(seen)
     return found
 

@@ -9,6 +9,12 @@ With maxStaleness S, weights are pushed every S steps, and S generations follow 
 training between two pushes. Which weights generate a step depends on its number alone and never on how long anything
 takes. So a run has the same numbers whenever it is repeated, or resumed from a checkpoint.
 
+With weight updates in flight, every step pushes its weights at once. maxStaleness bounds how old the weights are with
+which a generation begins. Which weights sample a token depends on the time, so no run can be repeated exactly:
+
+    rollout pool    gen 1 v0 ─ gen 2 v0 ──┊── gen 2 v1 ── gen 3 v1 ─┊─ gen 3 v2 ── ...      ┊ push: engines pause
+    other pools               train 1 ────┊       train 2 ──────────┊ ...
+
 A checkpoint of step N has the weights of step N only. Responses of older weights cannot be generated again after it, so
 they are saved with it (`of_older_weights`); those of the weights of step N are dropped and generated again from their
 seeds. Called by `ppo` and `loop`.
@@ -31,7 +37,8 @@ __all__ = ["Generated", "GenerationQueue"]
 class Generated(Generic[B]):
     """Responses to the prompts of a step; `batch` also has the columns of the prompts.
 
-    version: the step after which the policy had the weights that generated them. `streamed` holds the forward phases
+    version: the step after which the policy had the weights that generated them, or with which their generation began
+    if weights are updated in flight. `streamed` holds the forward phases
     that started on responses while others were generated. is_scored: dynamic sampling called the users' hooks after
     Generate and scored the responses; the batch has token_level_scores, and `metrics` those of the rounds.
     """
@@ -46,21 +53,32 @@ class Generated(Generic[B]):
     metrics: Metrics = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry(Generic[B]):
-    version: int
+    """version: of the engines' weights when the generation began; None: it waits for the one before."""
+
     task: asyncio.Task[Generated[B]]
+    version: int | None = None
 
 
 class GenerationQueue(Generic[B]):
     """Generations that are running or waiting to be trained, by step, and the version of the engines' weights."""
 
     def __init__(
-        self, generate: Callable[[int, int], Coroutine[Any, Any, Generated[B]]], max_staleness: int = 0
+        self,
+        generate: Callable[[int, int], Coroutine[Any, Any, Generated[B]]],
+        max_staleness: int = 0,
+        *,
+        in_flight: bool = False,
     ) -> None:
-        """`generate(step, version)` generates the responses of a step with the engines' weights, of that version."""
+        """
+        Args:
+            generate: generates the responses of a step (first argument); the engines' weights have the version of the
+                second one when it begins.
+            max_staleness: see `Schedule`, as for in_flight.
+        """
         self._generate = generate
-        self._max_staleness = max_staleness
+        self._max_staleness, self._in_flight = max_staleness, in_flight
         self._entries: dict[int, _Entry[B]] = {}
         self._loaded = 0
         self._base = 0
@@ -96,8 +114,8 @@ class GenerationQueue(Generic[B]):
         self._entries.pop(step, None)
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights after `step` are those that the next generations need."""
-        return step - self._base >= self._max_staleness
+        """Whether the engines get the weights after `step`."""
+        return self._in_flight or step - self._base >= self._max_staleness
 
     async def idle(self) -> None:
         """Wait until no engine generates."""
@@ -111,7 +129,7 @@ class GenerationQueue(Generic[B]):
 
     async def of_older_weights(self, version: int) -> list[Generated[B]]:
         """Wait for the responses of weights older than `version`; return them in the order of their steps."""
-        older = [self._entries[step] for step in sorted(self._entries) if self._entries[step].version < version]
+        older = [self._entries[step] for step in sorted(self._entries) if self._version(self._entries[step]) < version]
         return list(await asyncio.gather(*(asyncio.shield(entry.task) for entry in older)))
 
     def restore(self, version: int, base: int) -> None:
@@ -124,14 +142,18 @@ class GenerationQueue(Generic[B]):
 
     def put(self, generated: Generated[B]) -> None:
         """Add responses that an earlier attempt generated."""
-        self._entries[generated.step] = _Entry(generated.version, asyncio.create_task(_done(generated)))
+        self._entries[generated.step] = _Entry(asyncio.create_task(_done(generated)), generated.version)
 
     def drop(self, version: int | None = None) -> None:
         """Cancel all generations, or only those with weights of `version`, which can be repeated."""
         for step, entry in list(self._entries.items()):
-            if version is None or entry.version == version:
+            if version is None or self._version(entry) == version:
                 del self._entries[step]
                 entry.task.cancel()
+
+    def _version(self, entry: _Entry[B]) -> int:
+        """Return the version with which a generation has begun, or would begin now."""
+        return self._loaded if entry.version is None else entry.version
 
     def _start(self, step: int) -> None:
         if step in self._entries:
@@ -139,12 +161,12 @@ class GenerationQueue(Generic[B]):
         task = asyncio.create_task(self._after(self._entries.get(step - 1), step))
         # Retrieve its exception: it is raised where the responses are awaited, or nobody needs them any more.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._entries[step] = _Entry(self._loaded, task)
+        self._entries[step] = _Entry(task)
 
     async def _after(self, before: _Entry[B] | None, step: int) -> Generated[B]:
-        version = self._loaded
         if before is not None:
             await asyncio.shield(before.task)
+        version = self._entries[step].version = self._loaded
         return await self._generate(step, version)
 
 

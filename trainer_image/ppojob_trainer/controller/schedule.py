@@ -28,7 +28,10 @@ class Schedule:
     next_generation: the next step's generation runs during the critic's update.
     streaming: values, ref and reward of finished responses run while others are generated.
     old_log_prob: the phase is left out if the ratio is 1 by construction.
-    max_staleness: how many steps older than the trained weights those of the engines may be; 0: on-policy.
+    max_staleness: how many steps older than the trained weights those may be with which a response begins; 0:
+    on-policy.
+    in_flight: the engines get the weights of every step as soon as they exist, while they generate. Otherwise they get
+    them when no engine generates. Only with a max_staleness above 0.
     """
 
     values: bool = False
@@ -39,6 +42,7 @@ class Schedule:
     streaming: bool = False
     old_log_prob: bool = False
     max_staleness: int = 0
+    in_flight: bool = False
 
 
 _SCHEDULES: Final = {
@@ -99,7 +103,9 @@ def schedule_for(spec: PPOJobSpec) -> Schedule:
     if spec.algorithm.dynamic_sampling is not None:
         without.add(Overlap.STREAMING)
     schedule, staleness = schedule_of(spec.schedule.mode, without), spec.schedule.max_staleness
-    return schedule if staleness is None else replace(schedule, max_staleness=staleness)
+    if staleness is None:
+        return schedule
+    return replace(schedule, max_staleness=staleness, in_flight=spec.schedule.updates_in_flight)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

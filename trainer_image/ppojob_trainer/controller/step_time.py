@@ -4,7 +4,8 @@ Pure; called by `recommendation` and by the benchmark. `ppo`'s docstring draws t
 module with the real controller in virtual time, for all modes. A pool runs one phase at a time; data and the reward
 function run on CPU cores at any time. All responses are assumed to end at the same time, as if of equal length. So the
 result is an upper bound: it leaves out what streaming saves, and what an engine saves others that generate at the same
-time. What a pool takes over from one that has not begun is in it. Validation, checkpoints and the critic's warm-up are
+time. What a pool takes over from one that has not begun is in it. With weight updates in flight, a push adds its time
+to the generation that it interrupts. Validation, checkpoints and the critic's warm-up are
 left out, and a phase that was not measured takes no time.
 """
 
@@ -74,7 +75,7 @@ class Layout:
 class StepTime:
     """Seconds from step to step, and the share of them in which each pool is busy.
 
-    With OneStepOff, means over the steps between two pushes.
+    With OneStepOff and weights that are updated between generations, means over the steps between two pushes.
     """
 
     seconds: float
@@ -99,9 +100,10 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     Args:
         seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
-    play, period = _Simulation(seconds, layout), max(1, layout.schedule.max_staleness)
-    number = _NUM_STALE_PERIODS if layout.schedule.max_staleness else _NUM_PERIODS
-    ends = [play.step() for _ in range(number * period)]
+    schedule, play = layout.schedule, _Simulation(seconds, layout)
+    period = 1 if schedule.in_flight else max(1, schedule.max_staleness)
+    number = _NUM_STALE_PERIODS * schedule.max_staleness or _NUM_PERIODS
+    ends = [play.step() for _ in range(number)]
     length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
@@ -121,9 +123,9 @@ class _Simulation:
         self._began = 0.0
         self._critic_done = 0.0
         self._hooks_done = 0.0
-        # As in `queue`: the ends of the generations, the version of the weights that they count from, and its push.
+        # As in `queue`: starts and ends of the generations, the version of the weights from which they count, its push.
         self._step = 0
-        self._generated: list[float] = []
+        self._generations: list[tuple[float, float]] = []
         self._base = 0
         self._pushed = 0.0
 
@@ -152,18 +154,36 @@ class _Simulation:
     def _responses(self, began: float) -> float:
         """Simulate the generations that may start by now; return when the responses of this step are there."""
         ahead = self._layout.schedule.max_staleness
-        while len(self._generated) < self._base + 1 + ahead:
-            ready = max([self._pushed, *self._generated[-1:]]) if ahead else began
-            self._generated.append(self._run(Phase.GENERATE, self._run(Phase.DATA, ready)))
-        return max(began, self._generated[self._step - 1])
+        while len(self._generations) < self._base + 1 + ahead:
+            ended = [end for _, end in self._generations[-1:]]
+            start = self._run(Phase.DATA, max([self._pushed, *ended]) if ahead else began)
+            self._generations.append((start, self._run(Phase.GENERATE, start)))
+        return max(began, self._generations[self._step - 1][1])
 
     def _push(self, ready: float) -> float:
-        """Simulate the transfer of the weights, which waits for all generations, unless this step has none."""
-        if self._step - self._base < self._layout.schedule.max_staleness:
+        """Simulate the transfer of the weights, unless this step has none. If it is not in flight, it waits for all
+        generations."""
+        schedule = self._layout.schedule
+        if not schedule.in_flight and self._step - self._base < schedule.max_staleness:
             return ready
         self._base = self._step
-        self._pushed = self._run(Phase.UPDATE_WEIGHTS, max(ready, *self._generated))
+        if schedule.in_flight:
+            self._pushed = ready + self.seconds.get(Phase.UPDATE_WEIGHTS, 0.0)
+            self._interrupt(ready, self._pushed)
+        else:
+            self._pushed = self._run(Phase.UPDATE_WEIGHTS, max([ready, *(end for _, end in self._generations)]))
         return self._pushed
+
+    def _interrupt(self, start: float, end: float) -> None:
+        """Let the generation that runs during a push pause, and those after it begin later."""
+        late = 0.0
+        for number, (began, ended) in enumerate(self._generations):
+            if ended > start:
+                began += late
+                late += max(0.0, end - max(start, began))
+                self._generations[number] = (began, ended + late)
+        for pool in self._layout.pools_of(Phase.GENERATE):
+            self._free[pool] = self._free.get(pool, 0.0) + late
 
     def _forward(self, generated: float) -> float:
         """Simulate the chains; the chain that is ready first gets the pool first."""

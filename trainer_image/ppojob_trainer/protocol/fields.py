@@ -33,6 +33,9 @@ FIELDS: Final[dict[str, Field]] = {
     Keys.INPUT_IDS: Field(_SEQUENCE, torch.int32, "prompt tokens, then response tokens"),
     Keys.RESPONSE_MASK: Field(_RESPONSE, torch.bool, "True on tokens that the policy generated (the end token too)"),
     Keys.ROLLOUT_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob of each token as the rollout engine computed it"),
+    Keys.ROLLOUT_VERSIONS: Field(
+        _RESPONSE, torch.int32, "the step after which the policy had the weights that sampled it"
+    ),
     Keys.OLD_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob under the policy before the update, by the trainer"),
     Keys.REF_LOG_PROB: Field(_RESPONSE, _FLOAT, "log-prob under the reference policy"),
     Keys.ENTROPYS: Field(_RESPONSE, _FLOAT, "entropy of the policy's distribution for each token, in nats"),
@@ -47,8 +50,8 @@ FIELDS: Final[dict[str, Field]] = {
 SEQUENCES: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK)
 """What a model's forward pass reads."""
 
-ROLLOUT_COLUMNS: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
-"""What the rollout returns."""
+ROLLOUT_COLUMNS: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS, Keys.ROLLOUT_VERSIONS)
+"""What the rollout returns, the last two if the job needs them."""
 
 
 def check_layout(proto: DataProto, sent: DataProto | None = None) -> None:

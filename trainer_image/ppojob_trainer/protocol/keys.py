@@ -15,6 +15,8 @@ class Keys:
     RESPONSE_MASK: Final = "response_mask"
     # Tensors: what the models and the reward say about each response token.
     ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"
+    # Absent unless the weights of the engines change while they generate.
+    ROLLOUT_VERSIONS: Final = "rollout_versions"
     OLD_LOG_PROBS: Final = "old_log_probs"
     REF_LOG_PROB: Final = "ref_log_prob"
     ENTROPYS: Final = "entropys"

@@ -11,7 +11,7 @@ the prompt's last token to the last but one of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ def rollout_batch(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     log_probs: Sequence[Sequence[float]] | None = None,
+    versions: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Ragged]:
     """Return B prompts and responses as the columns that `DataProto.from_dict` takes.
 
@@ -33,14 +34,16 @@ def rollout_batch(
         prompt_ids: B lists of token ids, none of them empty.
         response_ids: B lists of token ids; the end token belongs to the response.
         log_probs: the rollout engine's log-prob of each response token, in nats.
+        versions: of the weights that sampled each response token.
 
     Returns:
-        input_ids, response_mask and, with `log_probs`, rollout_log_probs; see `FIELDS`.
+        input_ids, response_mask and, with `log_probs` and `versions`, rollout_log_probs and rollout_versions; see
+        `FIELDS`.
 
     Raises:
         ProtocolError: a prompt is empty, or the counts differ.
     """
-    _check_rows(prompt_ids, response_ids, log_probs)
+    _check_rows(prompt_ids, response_ids, {"log-probs": log_probs, "versions": versions})
     sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
     lengths = torch.tensor([len(response) for response in response_ids], dtype=torch.int64)
     tensors = {
@@ -49,6 +52,8 @@ def rollout_batch(
     }
     if log_probs is not None:
         tensors[Keys.ROLLOUT_LOG_PROBS] = Ragged.from_rows(log_probs, torch.float32)
+    if versions is not None:
+        tensors[Keys.ROLLOUT_VERSIONS] = Ragged.from_rows(versions, torch.int32)
     return tensors
 
 
@@ -71,7 +76,7 @@ def object_array(items: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
 def _check_rows(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
-    log_probs: Sequence[Sequence[float]] | None,
+    of_tokens: Mapping[str, Sequence[Sequence[float]] | None],
 ) -> None:
     if len(prompt_ids) != len(response_ids):
         raise ProtocolError(f"{len(prompt_ids)} prompts but {len(response_ids)} responses")
@@ -80,8 +85,7 @@ def _check_rows(
             raise ProtocolError(
                 f"prompt {index} is empty: there is no token that could predict the first of the response"
             )
-    if log_probs is None:
-        return
-    for index, (tokens, values) in enumerate(zip(response_ids, log_probs, strict=True)):
-        if len(tokens) != len(values):
-            raise ProtocolError(f"response {index} has {len(tokens)} tokens but {len(values)} log-probs")
+    for what, column in of_tokens.items():
+        for index, (tokens, values) in enumerate(zip(response_ids, column, strict=True) if column is not None else ()):
+            if len(tokens) != len(values):
+                raise ProtocolError(f"response {index} has {len(tokens)} tokens but {len(values)} {what}")

@@ -17,10 +17,12 @@ from ray import ObjectRef
 from ppojob_trainer.protocol import DataProto, Keys, Meta, Ragged
 from ppojob_trainer.protocol.wire import Column, PackedColumn, num_bytes, pack
 
-__all__ = ["StoredColumn", "StoredRows", "counted_stores", "rows_of_block", "store_rows"]
+__all__ = ["NEWER_TOKENS", "StoredColumn", "StoredRows", "counted_stores", "rows_of_block", "store_rows"]
 
 MAX_BLOCKS = 32
 """Blocks of one column. With more, a receiver of scattered rows would fetch less, but each block costs an object."""
+NEWER_TOKENS = "newer_tokens"
+"""Name in `StoredRows.sums`: tokens of a response that newer weights sampled than its first token."""
 MIN_BLOCK_BYTES = 1_048_576
 """For a smaller object, the overhead for its writer and each reader exceeds the time to copy its bytes."""
 
@@ -42,7 +44,8 @@ class StoredRows:
     """A worker's answer in place of a DataProto: references to its columns, and small values for the controller.
 
     num_rows: rows of this result, copies included. sums: for each row, the number of tokens of input_ids, and the sums
-    of response_mask and of the scores, if the batch has them.
+    of response_mask and of the scores, if the batch has them; of rollout_versions the first value, and `NEWER_TOKENS`,
+    the number of values above it.
     """
 
     columns: Mapping[str, StoredColumn]
@@ -114,6 +117,11 @@ def _sums(batch: DataProto) -> dict[str, list[float]]:
         for key in (Keys.RESPONSE_MASK, Keys.TOKEN_LEVEL_SCORES)
         if key in batch.columns
     }
+    if Keys.ROLLOUT_VERSIONS in batch.columns:
+        versions = batch.ragged(Keys.ROLLOUT_VERSIONS)
+        first = versions.values[versions.starts]
+        sums[Keys.ROLLOUT_VERSIONS] = first.double().tolist()
+        sums[NEWER_TOKENS] = versions.with_values(versions.values > first[versions.row_of]).sums().tolist()
     if Keys.INPUT_IDS in batch.columns:
         sums[Keys.INPUT_IDS] = batch.ragged(Keys.INPUT_IDS).lengths.double().tolist()
     return sums

@@ -84,6 +84,7 @@ def make_run() -> MakeRun:
         on_gpus = {role: pool for role, pool in pool_of.items() if role not in ("data", "reward")}
         phases = Phases(on_gpus, 1000.0, clock=lambda: world.time.now)
         schedule = mode if isinstance(mode, Schedule) else schedule_of(mode)
+        world.in_flight = schedule.in_flight
         plugged = fake_ports(world, **ports)
         kl = AdaptiveKLController(0.1, target=1.0, horizon=100)
         ppo = PPO(plugged, schedule, phases, PPOSettings(pool_of, 8, **settings), kl)

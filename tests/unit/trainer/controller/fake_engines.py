@@ -29,6 +29,17 @@ class FakeRollout:
     prompt_lengths: Sequence[int] = (4, 6)
     response_lengths: Sequence[int] = (2, 8)
 
+    @property
+    def oldest_versions(self) -> Sequence[int]:
+        return self._of_each("oldest")
+
+    @property
+    def newer_tokens(self) -> Sequence[int]:
+        return self._of_each("newer")
+
+    def _of_each(self, column: str) -> Sequence[int]:
+        return [int(self.batch.columns[column])] * len(self.batch) if column in self.batch.columns else ()
+
 
 @dataclass(frozen=True)
 class FakeDrafts:
@@ -84,7 +95,8 @@ class FakeRollouts:
 class _Writing:
     """A row that is being written; the phase of all that came with it ends at its last row."""
 
-    end: float
+    start: float
+    seconds: float
     phase: asyncio.Task[None]
     is_last: bool
 
@@ -97,7 +109,7 @@ class FakeGenerating:
         self._held: dict[int, dict[int, _Writing]] = {}
         self._num_exchanges: dict[int, int] = {}
         self._prompts: dict[int, tuple[int, int]] = {}
-        self._weights = rollouts.world.rollout
+        self._weights, self._version = rollouts.world.rollout, rollouts.world.version
 
     async def exchange(self, engine: int, rows: Sequence[int], prompts: FakeBatch | None, num_rows: int) -> FakeReport:
         world, suffix = self._rollouts.world, self._rollouts.suffix
@@ -107,7 +119,7 @@ class FakeGenerating:
             assert len(prompts) == len(rows)
             held |= self._begin(rows)
             self._prompts |= dict(zip(rows, prompts.rows, strict=False))
-        first = sorted(held, key=lambda row: held[row].end)[:num_rows]
+        first = sorted(held, key=lambda row: held[row].start + held[row].seconds)[:num_rows]
         self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
         loss = world.losses.get((suffix, engine, self._step))
         if (
@@ -120,14 +132,23 @@ class FakeGenerating:
             self._rollouts.lost[engine] = loss.failure
             return FakeReport(failure=loss.failure, are_rows_lost=loss.loses_rows)
         for row in first:
-            await (held[row].phase if held[row].is_last else world.time.sleep(max(0.0, held[row].end - world.time.now)))
-        assert world.rollout == self._weights, "the engines got other weights while they generated"
+            mine = held[row]
+            await (mine.phase if mine.is_last else world.generating(mine.start, mine.seconds))
+        assert world.in_flight or world.rollout == self._weights, "the engines got other weights while they generated"
         for row in first:
             del held[row]
         of_what = "validation" if self._is_validation else self._step
         world.written.append((suffix, engine, self._step, first))
         known = tuple(self._prompts[row] for row in first if row in self._prompts)
-        return FakeReport(first, FakeBatch(len(first), {"response": number_of(of_what, self._weights)}, known))
+        columns = {"response": number_of(of_what, self._weights)}
+        if world.in_flight:
+            newer = world.version - self._version
+            columns = {
+                "response": number_of(of_what, world.rollout),
+                "oldest": self._version,
+                "newer": float(newer > 0),
+            }
+        return FakeReport(first, FakeBatch(len(first), columns, known))
 
     def _begin(self, rows: Sequence[int]) -> dict[int, _Writing]:
         world, what = self._rollouts.world, "validate" if self._is_validation else "generate"
@@ -138,7 +159,7 @@ class FakeGenerating:
         phase = asyncio.create_task(world.phase(name, 0 if self._is_validation else self._step))
         early = rows[-1] if len(rows) > 1 else None
         return {
-            row: _Writing(world.time.now + (taken / 2 if row == early else taken), phase, row != early) for row in rows
+            row: _Writing(world.time.now, taken / 2 if row == early else taken, phase, row != early) for row in rows
         }
 
     async def end(self) -> None:

@@ -206,9 +206,11 @@ class FakeWeights:
             await world.time.sleep(max(0.0, min(at for each in world.joins.values() for at in each) - world.time.now))
             assert sum([admit() for admit in world.admissions]), "an engine has come back"
         weights = self.world.actor
+        if world.in_flight:
+            world.pauses.append((world.time.now, world.time.now + world.durations["push"]))
         await self.world.phase("push", version)
         assert self.world.actor == weights, "the actor was updated while its weights were sent"
-        self.world.rollout = weights
+        self.world.rollout, self.world.version = weights, version
         self.world.asleep.clear()
         return {"comm_mb/update_weights": 269.0}
 

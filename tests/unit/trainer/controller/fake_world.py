@@ -90,6 +90,12 @@ class World:
     actor: float = 1.0
     critic: float = 2.0
     rollout: float = 1.0
+    version: int = 0
+    """Of the engines' weights."""
+    in_flight: bool = False
+    """Whether engines pause for a push, and generate on afterwards."""
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each push in flight."""
     generated: dict[int, float] = field(default_factory=dict)
     """The engines' weights with which the responses of each step were generated."""
     trained: list[tuple[int, int]] = field(default_factory=list)
@@ -112,10 +118,20 @@ class World:
         """Take a phase's time, for a part of the rows its share."""
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
-        await self.time.sleep(self.durations[what] * num_rows / NUM_ROWS)
+        await self.generating(self.time.now, self.durations[what] * num_rows / NUM_ROWS, pauses="generate" in what)
         if what in self.failing:
             raise self.failing[what]
         self.events.append((self.time.now, name, "end"))
+
+    async def generating(self, start: float, seconds: float, *, pauses: bool = True) -> None:
+        """Wait until an engine that began at `start` has generated for so many seconds."""
+        while True:
+            paused = sum(max(0.0, min(end, self.time.now) - max(begin, start)) for begin, end in self.pauses if pauses)
+            running = [end - self.time.now for begin, end in self.pauses if pauses and begin <= self.time.now < end]
+            left = max([start + seconds + paused - self.time.now, *running])
+            if left <= 1e-9:
+                return
+            await self.time.sleep(left)
 
     def at(self, name: str, edge: str) -> float:
         """Return when a phase started or ended."""

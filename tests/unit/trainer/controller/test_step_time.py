@@ -169,8 +169,13 @@ async def test_engines_that_are_done_take_over_what_a_late_pool_has_not_begun(
     assert measured == pytest.approx([found.seconds] * 3)
 
 
-@pytest.mark.parametrize("most", range(5))
-@pytest.mark.parametrize("slow", [{}, {"generate": 30.0}, {"update_actor": 20.0}, {"prompts": 6.0, "push": 4.0}])
+SLOW = [{}, {"generate": 30.0}, {"update_actor": 20.0}, {"prompts": 6.0, "push": 4.0}, {"generate": 21.0, "push": 6.0}]
+
+
+@pytest.mark.parametrize(
+    ("most", "in_flight"), [*((most, False) for most in range(5)), (1, True), (2, True), (4, True)]
+)
+@pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize(
     ("pool_of", "ports"),
     [
@@ -184,9 +189,14 @@ async def test_engines_that_are_done_take_over_what_a_late_pool_has_not_begun(
     ],
 )
 async def test_one_step_off_takes_as_long_as_the_real_controller(
-    make_run: MakeRun, pool_of: dict[str, str], ports: dict[str, Any], slow: dict[str, float], most: int
+    make_run: MakeRun,
+    pool_of: dict[str, str],
+    ports: dict[str, Any],
+    slow: dict[str, float],
+    most: int,
+    in_flight: bool,
 ) -> None:
-    schedule = replace(schedule_of(ScheduleMode.ONE_STEP_OFF), max_staleness=most)
+    schedule = replace(schedule_of(ScheduleMode.ONE_STEP_OFF), max_staleness=most, in_flight=in_flight)
     run = make_run(schedule, steps=20, pool_of={"data": "a", "reward": "c", **pool_of}, **ports)
     run.world.durations.update(slow)
     if "rollout_shared" in pool_of:

@@ -96,6 +96,7 @@ def reloaded(path: str) -> dict[str, Any]:
         if found[name]["says"] == PASSED:
             found[name]["changed"] = changed(model, from_disk)
             found[name]["apart"] = apart(config, model, path, dict(weights))
+            found[name]["head_apart"] = head_apart(config, model, dict(weights))
     return found
 
 
@@ -113,6 +114,19 @@ def apart(config: VllmConfig, model: Any, path: str, weights: dict[str, Tensor])
             expected = other.mlp(inputs.unsqueeze(0)).squeeze(0)
             shares.append(float((computed - expected).norm() / expected.norm()))
     return max(shares, default=None)
+
+
+@torch.no_grad()
+def head_apart(config: VllmConfig, model: Any, weights: dict[str, Tensor]) -> float:
+    """Return how far the logits of vLLM's head are from those of the pushed weights, as a share."""
+    # Tied weights have the embedding's name.
+    head = weights.get("lm_head.weight", weights.get("model.embed_tokens.weight"))
+    assert head is not None
+    inputs = torch.randn(NUM_TOKENS, head.shape[1], generator=torch.Generator().manual_seed(3))
+    with set_current_vllm_config(config):
+        computed = model.lm_head.quant_method.apply(model.lm_head, inputs)[:, : head.shape[0]]
+    expected = inputs @ head.float().T
+    return float((computed - expected).norm() / expected.norm())
 
 
 def main() -> None:

@@ -41,14 +41,18 @@ def test_a_known_argument_is_passed_on() -> None:
     assert checked_arguments(options(block_size=32)).block_size == 32
 
 
-def test_drafts_need_the_scheduler_that_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_updates_in_flight_need_the_trainers_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     from ppojob_trainer.engines.rollout import engine
 
     drafts = dataclasses.replace(options(), speculative=SpeculativeSpec())
+    in_flight = dataclasses.replace(options(), updates_in_flight=True)
     assert engine.checked_arguments(drafts).scheduler_cls == SCHEDULER
+    assert engine.checked_arguments(in_flight).scheduler_cls == SCHEDULER
 
     monkeypatch.setattr(engine.vllm, "__version__", "0.99.0")
     assert engine.checked_arguments(options()).scheduler_cls != SCHEDULER
+    with pytest.raises(EngineArgumentError, match=r"spec\.schedule\.weightUpdates: 'InFlight': .* vLLM 0\.99\.0"):
+        engine.checked_arguments(in_flight)
     with pytest.raises(EngineArgumentError, match=r"spec\.rollout\.speculative: .* vLLM 0\.99\.0; remove it"):
         engine.checked_arguments(drafts)
 

@@ -76,6 +76,13 @@ def test_after_a_push_vllms_experts_compute_what_transformers_computes(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("push", ["all", "others", "all again"])
+def test_after_a_push_the_head_has_the_pushed_weights(reloaded: dict[str, Any], variant: str, push: str) -> None:
+    # A tied head on the CPU has a packed copy of the embedding.
+    assert reloaded[variant][push]["head_apart"] < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_push_that_leaves_something_out_fails(reloaded: dict[str, Any], variant: str) -> None:
     found = {push: outcome["says"] for push, outcome in reloaded[variant].items()}
     assert "does not hold version 7 of the weights" in found["nothing"]

@@ -17,14 +17,20 @@ from ppojob_trainer.protocol import (
 
 
 def test_the_worked_example() -> None:
-    columns = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], log_probs=[[-0.5, -1.0], [-2.0]])
+    columns = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], log_probs=[[-0.5, -1.0], [-2.0]], versions=[[4, 5], [5]])
     assert {key: column.to_lists() for key, column in columns.items()} == {
         "input_ids": [[5, 6, 7, 1, 2], [8, 3]],
         "response_mask": [[True, True], [True]],
         "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
+        "rollout_versions": [[4, 5], [5]],
     }
     assert tuple(columns) == ROLLOUT_COLUMNS
     check_layout(DataProto.from_dict(columns))
+
+
+def test_versions_must_be_those_of_the_tokens() -> None:
+    with pytest.raises(ProtocolError, match="response 0 has 2 tokens but 1 versions"):
+        rollout_batch([[1]], [[1, 2]], versions=[[4]])
 
 
 def test_an_empty_response_has_no_entries() -> None:

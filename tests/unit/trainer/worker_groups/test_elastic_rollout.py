@@ -221,6 +221,9 @@ async def test_an_engine_joins_at_the_next_push_and_a_lost_one_leaves_its_place_
     await watched(pool)
     assert pool.rollout.ranks == [0], "it has no weights yet"
     pool.rollout.admit()
+    assert pool.rollout.ranks == [0, 1]
+    assert pool.rollout.engines.keys() == {0}, "it gets weights, and a generation that runs must not use it yet"
+    pool.rollout.use_admitted()
     assert pool.rollout.engines.keys() == {0, 1}
 
     pool.rollout.lose(0, LOST)
@@ -275,6 +278,7 @@ async def test_the_weights_are_connected_again_for_engines_that_join_and_for_tho
     await watched(pool)
     await weights.push(2)
     assert places_told_of(pool) == [[("rank 0", 1)], [("rank 0", 2)]]
+    assert pool.rollout.engines.keys() == {0, 1}
 
     pool.replicas.answers["check", 0] = LOST
     await weights.push(3)

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.protocol import Keys
+from ppojob_trainer.controller.metrics import staleness_metrics
+from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from ppojob_trainer.worker_groups import stored_rows
 from ppojob_trainer.worker_groups.roles.reward import RewardGroup
+from ppojob_trainer.worker_groups.roles.rollout_group import RolloutOfStep
 from ppojob_trainer.worker_groups.stored_rows import rows_of_block
 from ppojob_trainer.worker_groups.table import Source, Table
 from tests.good_spec import GOOD
@@ -77,6 +80,26 @@ def test_tables_of_other_columns_are_refused() -> None:
 )
 def test_blocks_are_neither_too_many_nor_too_small(num_rows: int, num_bytes: int, expected: int) -> None:
     assert rows_of_block(num_rows, num_bytes) == expected
+
+
+def test_the_controller_sees_how_old_the_weights_of_each_response_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_rows, "_store_column", lambda column: None)
+    versions = [[4, 4, 5, 6], [5, 5], [6]]
+    tokens = [[1] * len(row) for row in versions]
+    batch = DataProto.from_dict(rollout_batch([[1]] * 3, tokens, versions=versions))
+
+    stored = stored_rows.store_rows(batch)
+
+    found = RolloutOfStep(part(("a",), [0, 0, 0], [0, 1, 2], sums=stored.sums))
+    assert found.oldest_versions == [4, 5, 6]
+    assert found.newer_tokens == [2, 0, 0]
+    assert staleness_metrics(8, 4, found) == {
+        "staleness/max": 3,
+        "staleness/mean": 2,
+        "staleness/oldest_version": 4,
+        "staleness/mixed_samples_fraction": pytest.approx(1 / 3),
+        "staleness/newer_tokens_fraction": pytest.approx(2 / 7),
+    }
 
 
 def test_sums_follow_their_columns() -> None:

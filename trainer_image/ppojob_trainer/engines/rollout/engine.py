@@ -1,14 +1,15 @@
 """One rollout replica: vLLM's asynchronous engine, its weights and its sleep mode.
 
 Called by the rollout role, in an event loop. A child process of vLLM computes; this object sends requests and weights
-to it. It refuses to receive weights while it generates, and to generate without weights.
+to it. It refuses to generate without weights, and to receive weights while it generates, unless its options let it
+update them in flight: then vLLM pauses between two of its steps, and the unfinished responses go on with the new
+weights (`weight_changes`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -18,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import vllm
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm import AsyncEngineArgs, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -37,25 +37,31 @@ from ppojob_trainer.engines.rollout.options import (
     SamplingOptions,
     engine_arguments,
 )
+from ppojob_trainer.engines.rollout.sampling import drafts_of, log_probs_of, sampling_parameters
 from ppojob_trainer.engines.rollout.scheduler import is_supported
+from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
+_NO_UPDATE: Final = "default"
+"""vLLM's label of the weights that it loaded at its start."""
 
 
 @dataclass(frozen=True)
 class Generation:
     """One response: its tokens, their log-probs (nats) under the distribution they were sampled from, why it ended.
 
-    log_probs is None if the sampling options did not request them. drafts: with `rollout.speculative` alone.
+    log_probs is None if the sampling options did not request them. drafts: with `rollout.speculative` alone. versions:
+    of the weights that sampled each token; None unless the options let weights change in flight.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: str
     drafts: Drafts = NO_DRAFTS
+    versions: list[int] | None = None
 
 
 class RolloutEngine:
@@ -70,6 +76,8 @@ class RolloutEngine:
         self._num_running = 0
         self._is_asleep = False
         self._has_weights = True
+        # vLLM labels a response with the number of the update that it ended after: the position in this list.
+        self._versions = [self.weights_version]
         self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
 
     def signal_gpu_free(self) -> None:
@@ -178,10 +186,17 @@ class RolloutEngine:
     async def update_weights(self, version: int) -> Receipt:
         """Load the weights that the trainer's `push(version)` sends at the same time.
 
+        If weights may change in flight, vLLM stays paused after a failure: its weights may be of two versions.
+
         Raises:
-            RolloutError: the engine is generating or asleep, or the transfer failed.
+            RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
+                failed.
+            EngineLostError: the engine exited.
         """
-        self._refuse_while_running("weights cannot change under them")
+        if self.options.updates_in_flight:
+            await self._pause()
+        else:
+            self._refuse_while_running("weights cannot change under them")
         receipts = await self._workers("ppojob_receive_weights", version)
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
@@ -189,7 +204,25 @@ class RolloutEngine:
         first = receipts[0]
         if any(receipt != first for receipt in receipts):
             raise RolloutError(f"the {len(receipts)} workers of a replica loaded different weights: {receipts}")
+        if self.options.updates_in_flight:
+            await self._resume(version)
         return Receipt(**{**first, "checksums": tuple(first["checksums"])})
+
+    async def _pause(self) -> None:
+        """Wait until vLLM's current step is done, and begin no other one. All responses stay as they are."""
+        try:
+            await self._running().pause_generation(mode="keep", clear_cache=False)
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited before it paused: {error}") from error
+
+    async def _resume(self, version: int) -> None:
+        """Go on with new weights."""
+        self._versions.append(version)
+        try:
+            await self._running().update_weight_version(str(len(self._versions) - 1))
+            await self._running().resume_generation()
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited before it went on: {error}") from error
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache."""
@@ -248,10 +281,19 @@ class RolloutEngine:
         completion = final.outputs[0]
         return index, Generation(
             list(completion.token_ids),
-            _log_probs(completion.logprobs) if sampling.log_probs else None,
+            log_probs_of(completion.logprobs) if sampling.log_probs else None,
             str(completion.finish_reason),
-            _drafts(len(completion.token_ids), completion.spec_decode_metrics),
+            drafts_of(len(completion.token_ids), completion.spec_decode_metrics),
+            self._versions_of(final) if self.options.updates_in_flight else None,
         )
+
+    def _versions_of(self, final: RequestOutput) -> list[int]:
+        """Return the version of the weights that sampled each token of a complete response."""
+        completion, record = final.outputs[0], final.kv_transfer_params or {}
+        label = completion.weight_versions[-1].version if completion.weight_versions else _NO_UPDATE
+        number = 0 if label == _NO_UPDATE else int(label)
+        counts = record.get(TOKENS_AT_UPDATES, [])
+        return versions_of_tokens(len(completion.token_ids), counts, self._versions[: number + 1])
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
         try:
@@ -298,10 +340,10 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
     arguments = engine_arguments(options)
     if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
         arguments["scheduler_cls"] = SCHEDULER
-    elif options.speculative is not None:
+    elif needing := [name for name, is_used in _needs_scheduler(options).items() if is_used]:
         raise EngineArgumentError(
-            f"spec.rollout.speculative: the trainer's scheduler does not know vLLM {vllm.__version__}; remove it, or "
-            "use the image's vLLM"
+            f"{needing[0]}: the trainer's scheduler does not know vLLM {vllm.__version__}; remove it, or use the "
+            "image's vLLM"
         )
     try:
         return AsyncEngineArgs(**arguments)
@@ -311,41 +353,11 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
         ) from error
 
 
-def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """Return vLLM's sampling parameters for one response."""
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=list(sampling.stop) or None,
-        ignore_eos=sampling.ignore_eos,
-        # A greedy request samples nothing; a random generator for it would only cost time.
-        seed=None if sampling.temperature == 0 else seed,
-        logprobs=0 if sampling.log_probs else None,
-        flat_logprobs=sampling.log_probs,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _log_probs(flat: Any) -> list[float]:
-    """The first entry of each position is the sampled token's."""
-    values = [float(flat.logprobs[start]) for start in flat.start_indices]
-    if not all(math.isfinite(value) for value in values):
-        raise RolloutError("vLLM returned a log-prob that is not finite: the weights are broken")
-    return values
-
-
-def _drafts(num_tokens: int, metrics: Any) -> Drafts:
-    """Return how a response of so many tokens was generated; `metrics`: vLLM's, if it drafts."""
-    if metrics is None:
-        return NO_DRAFTS
-    num_drafted = sum(metrics.histogram)
-    num_accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
-    # Drafts after the token that ended the response are counted as accepted, too.
-    return Drafts(max(num_drafted, num_tokens - num_accepted), num_drafted, num_accepted)
+def _needs_scheduler(options: RolloutOptions) -> dict[str, bool]:
+    return {
+        "spec.rollout.speculative": options.speculative is not None,
+        "spec.schedule.weightUpdates: 'InFlight'": options.updates_in_flight,
+    }
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

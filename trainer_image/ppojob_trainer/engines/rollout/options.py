@@ -71,7 +71,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
-    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts.
+    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts. updates_in_flight: its
+    weights may change while it generates.
     """
 
     path: str
@@ -90,6 +91,7 @@ class RolloutOptions:
     seed: int = 0
     timeout_seconds: float = 1800.0
     speculative: SpeculativeSpec | None = None
+    updates_in_flight: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
 
@@ -114,6 +116,7 @@ class RolloutOptions:
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
             speculative=rollout.speculative,
+            updates_in_flight=spec.schedule.updates_in_flight,
             engine_args=rollout.engine_args,
         )
 

@@ -4,10 +4,11 @@ vLLM's scheduler treats every sequence alike in every step: it may be a new one,
 to verify. With a few hundred sequences and a small model, this takes longer than the GPU needs for the step. And each
 token becomes a message to the engine's owner, which here waits for the whole response. So
 
-* responses are kept until they are complete, and then sent as one message (`_Response`);
+* responses are kept until they are complete, and then sent as one message (`Response`);
 * a step in which each running sequence gets one more token is scheduled by `_schedule_decoding`, and its tokens are
   recorded by `_record`. All other steps are vLLM's own, also those that check drafts. When few sequences are left,
-  `DraftingChoice` says whether the steps have drafts (`rollout.speculative`).
+  `DraftingChoice` says whether the steps have drafts (`rollout.speculative`);
+* the weights may change while requests are unfinished (`weight_changes`).
 
 vLLM loads it by the argument `scheduler_cls`. vLLM's scheduler interface may change with each version, so
 `is_supported` names the version that the tests compare it with; other versions run vLLM's scheduler. It refuses
@@ -16,21 +17,21 @@ nothing: whatever it does not know, it leaves to vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ppojob_trainer.engines.rollout.drafting import DraftingChoice
+from ppojob_trainer.engines.rollout.response import Response, ends
+from ppojob_trainer.engines.rollout.weight_changes import forget_blocks
 
 SUPPORTED: Final = ("0.32.",)
 """Prefixes of vLLM's versions whose scheduler has the fields and methods that are used here."""
@@ -44,39 +45,10 @@ def is_supported(version: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Response:
-    """What a request has generated and what ends it.
-
-    limit: tokens of prompt and response at which it is complete. is_whole: its response is sent as one message.
-    is_plain: nothing but a token or a limit ends it. log_probs, ranks: of each token, if the request asks for them.
-    prefill: vLLM's statistics, which it sends with the first token.
-    """
-
-    request: Request
-    limit: int
-    is_whole: bool
-    is_plain: bool
-    eos: int | None
-    stops: frozenset[int]
-    has_log_probs: bool
-    log_probs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    prefill: PrefillStats | None = None
-
-    def log_prob_lists(self) -> LogprobsLists | None:
-        """Return the log-probs of all tokens as vLLM's messages have them."""
-        if not self.has_log_probs:
-            return None
-        tokens = np.asarray(self.request.output_token_ids[:], dtype=np.int32).reshape(-1, 1)
-        values = np.asarray(self.log_probs, dtype=np.float32).reshape(-1, 1)
-        return LogprobsLists(tokens, values, np.asarray(self.ranks, dtype=np.int32))
-
-
-@dataclass(slots=True)
 class _Decoding:
     """The requests of a step that `_schedule_decoding` scheduled. preemptions: how many there were until then."""
 
-    responses: list[_Response]
+    responses: list[Response]
     preemptions: int
 
 
@@ -85,8 +57,8 @@ class ResponseScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._responses: dict[str, _Response] = {}
-        self._ended: dict[str, _Response] = {}
+        self._responses: dict[str, Response] = {}
+        self._ended: dict[str, Response] = {}
         self._decoding: dict[int, _Decoding] = {}
         self._num_preemptions = 0
         self._num_unusual = 0
@@ -134,7 +106,7 @@ class ResponseScheduler(AsyncScheduler):
             or sampling.min_tokens
         )
         self._num_unusual += not is_plain
-        self._responses[request.request_id] = _Response(
+        self._responses[request.request_id] = Response(
             request,
             min(self.max_model_len, request.num_prompt_tokens + request.max_tokens),
             is_whole,
@@ -208,7 +180,7 @@ class ResponseScheduler(AsyncScheduler):
             new_blocks[request.request_id] = allocated.get_block_ids(allow_none=True)
         return self._step_of(responses, new_blocks)
 
-    def _step_of(self, responses: list[_Response], new_blocks: dict[str, Any]) -> SchedulerOutput:
+    def _step_of(self, responses: list[Response], new_blocks: dict[str, Any]) -> SchedulerOutput:
         """Return vLLM's description of the step, and count its tokens."""
         requests = [response.request for response in responses]
         names = [request.request_id for request in requests]
@@ -281,6 +253,8 @@ class ResponseScheduler(AsyncScheduler):
         """Keep what the output adds to a response; if that is complete now, put all of it into the output."""
         name = output.request_id
         response = self._responses.get(name) or self._ended.get(name)
+        if response is not None and output.finish_reason is not None:
+            output.kv_transfer_params = response.record_of_updates(output.kv_transfer_params)
         if response is None or not response.is_whole:
             return True
         if output.new_logprobs is not None:
@@ -305,7 +279,7 @@ class ResponseScheduler(AsyncScheduler):
             and (found.logprobs is None or found.logprobs.cu_num_generated_tokens is None)
         )
 
-    def _record(self, responses: list[_Response], found: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def _record(self, responses: list[Response], found: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Append one token to each response; return those that are complete."""
         outputs: dict[int, EngineCoreOutputs] = {}
         tokens, index = found.sampled_token_ids, found.req_id_to_index
@@ -334,7 +308,7 @@ class ResponseScheduler(AsyncScheduler):
         self._ended.clear()
         return outputs
 
-    def _append(self, response: _Response, token: int) -> bool:
+    def _append(self, response: Response, token: int) -> bool:
         """Append a token, as vLLM's `_update_request_with_output` does; return whether the response is complete."""
         request = response.request
         all_tokens = request._all_token_ids
@@ -344,13 +318,13 @@ class ResponseScheduler(AsyncScheduler):
         num_tokens = len(all_tokens)
         if num_tokens % self.hash_block_size == 0:
             request.update_block_hashes()
-        is_complete = _ends(response, token, num_tokens)
+        is_complete = ends(response, token, num_tokens)
         num_known = request.num_computed_tokens - request.num_output_placeholders
         if num_known % self.block_size == 0:
             self.kv_cache_manager.cache_blocks(request, num_known)
         return is_complete
 
-    def _complete(self, response: _Response) -> EngineCoreOutput:
+    def _complete(self, response: Response) -> EngineCoreOutput:
         request = response.request
         output = EngineCoreOutput(
             request_id=request.request_id,
@@ -361,10 +335,20 @@ class ResponseScheduler(AsyncScheduler):
             events=request.take_events(),
             prefill_stats=response.prefill,
             spec_decode_metrics=request.spec_decode_metrics,
+            kv_transfer_params=response.record_of_updates(),
             trace_headers=request.trace_headers,
         )
         self._free_request(request)
         return output
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See vLLM; the owner calls it when the weights have changed. Unfinished requests keep their own cache."""
+        for response in self._responses.values():
+            response.tokens_at_updates.append(len(response.request.output_token_ids))
+        if reset_running_requests or not self.running:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        forget_blocks(self.kv_cache_manager, [request.request_id for request in self.running])
+        return self.reset_connector_cache() if reset_connector else True
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         self._num_preemptions += 1
@@ -383,17 +367,3 @@ def _columns(found: LogprobsLists | None) -> tuple[list[float], list[int]]:
     if found is None:
         return [], []
     return found.logprobs[:, 0].tolist(), found.sampled_token_ranks.tolist()
-
-
-def _ends(response: _Response, token: int, num_tokens: int) -> bool:
-    """Whether the token ends the response; the request's status says why. The order is that of vLLM's `check_stop`."""
-    request = response.request
-    if token == response.eos:
-        request.status = RequestStatus.FINISHED_STOPPED
-    elif token in response.stops:
-        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token
-    elif num_tokens >= response.limit:
-        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    else:
-        return False
-    return True

@@ -89,6 +89,8 @@ class WeightReceiverExtension:
             forget_expert_kernels(model)
         with counted_load(model, version, is_whole=self._ppojob_is_whole()):
             self.model_runner.reload_weights(weights_iterator=tensors)
+        if self.device.type == "cpu":
+            pack_tied_heads(model)
 
     def _ppojob_is_whole(self) -> bool:
         """Whether this process has the whole model. A tensor-parallel part has other sums."""
@@ -121,3 +123,15 @@ def forget_expert_kernels(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
+
+
+def pack_tied_heads(model: nn.Module) -> None:
+    """Have vLLM pack the weights of the logits for the CPU again, if they are those of the embedding.
+
+    vLLM 0.32 packs a layer when its own weights have been reloaded. A tied head has none of its own, so it would go on
+    with its packed copy of the old embedding.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)

@@ -23,6 +23,7 @@ from ray.exceptions import ObjectLostError
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
+from ppojob_trainer.engines.rollout.options import Capacity
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.elastic_nodes import ElasticNodes, EnginePlace, FoundNodes
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError, WorkerGroupError, WorkerLostError
@@ -70,7 +71,8 @@ class _Engine:
 
 
 class ElasticRolloutGroup(RolloutGroup):
-    """See the module's docstring. `ranks` has the engines that were admitted and not lost."""
+    """See the module's docstring. `ranks` has the engines that were admitted and not lost, and `engines` those of them
+    that have got weights since."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class ElasticRolloutGroup(RolloutGroup):
         self._nodes, self._start_replica, self._keep = nodes, start, keep
         self._live: dict[int, _Engine] = {}
         self._admitted: list[int] = []
+        self._used: list[int] = []
         self._starting: dict[EnginePlace, asyncio.Task[None]] = {}
         self._not_before: dict[EnginePlace, float] = {}
         self._refused: WorkerGroupError | None = None
@@ -103,6 +106,11 @@ class ElasticRolloutGroup(RolloutGroup):
     def ranks(self) -> list[int]:
         """See `RolloutGroup`."""
         return [rank for rank in self._admitted if rank in self._live]
+
+    @property
+    def engines(self) -> dict[int, Capacity]:
+        """See `RolloutPort`."""
+        return {rank: capacity for rank, capacity in super().engines.items() if rank in self._used}
 
     @property
     def groups(self) -> list[WorkerGroup[Any]]:
@@ -150,6 +158,7 @@ class ElasticRolloutGroup(RolloutGroup):
                 raise self._refused
             if found.num_pods >= self._min_nodes and len(self._capacities) >= min(self._min_nodes, len(found.places)):
                 self.admit()
+                self.use_admitted()
                 return
             await asyncio.sleep(POLL_S)
 
@@ -174,6 +183,10 @@ class ElasticRolloutGroup(RolloutGroup):
             names = ", ".join(map(str, ready))
             logger.info("pool %s: the engines of rank %s get weights, and generate from now on", self.pool, names)
         self._admitted = sorted([*self.ranks, *ready])
+
+    def use_admitted(self) -> None:
+        """See `RolloutGroup`."""
+        self._used = self._admitted
 
     async def wait_for_engine(self) -> None:
         """See `RolloutGroup`."""

@@ -57,8 +57,9 @@ T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-PATIENCE_S = 2.0
-"""Seconds after which a replica answers though too little is finished: the controller may have more work for it."""
+PATIENCE_S, PATIENCE_IN_FLIGHT_S = 2.0, 0.2
+"""Seconds after which a replica answers though too little is finished: the controller may have more work for it. With
+weight updates in flight, the replica gets weights between two such answers."""
 _READ = (Keys.PROMPT_IDS, Keys.UID, Keys.SAMPLE_INDEX)
 
 
@@ -103,12 +104,16 @@ class _Drawn:
 class RolloutWorker:
     """One replica. Its engine runs in a separate event loop, in a thread; the methods wait for it."""
 
+    _patience_s: float | None = None
+
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
         from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
         self.context = context
         self.spec = spec
+        if spec.schedule.updates_in_flight:
+            self._patience_s = PATIENCE_IN_FLIGHT_S
         self._engine = RolloutEngine(RolloutOptions.from_spec(spec, pool))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
@@ -168,14 +173,14 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def collect(self, num_rows: int) -> Collected | None:
-        """Return what is finished as soon as it is `num_rows` responses; None if it is fewer after `PATIENCE_S`.
+        """Return what is finished as soon as it is `num_rows` responses; None if it is fewer after some seconds.
 
         Raises:
             EngineLostError: vLLM's processes exited; everything that was finished before has been returned.
             RolloutError: the engine failed otherwise.
         """
         drawn, found = self._drawn, self._drawn.ready
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + (self._patience_s or PATIENCE_S)
         while len(found) < num_rows or not drawn.finished.empty():
             try:
                 one = drawn.finished.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -214,7 +219,8 @@ class RolloutWorker:
 
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
         token_ids = [generation.token_ids for generation in written]
-        return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written)))
+        versions = [generation.versions for generation in written if generation.versions is not None]
+        return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written), versions or None))
 
     def _drafts(self, written: Sequence[Generation]) -> Drafts:
         return Drafts.total(generation.drafts for generation in written)

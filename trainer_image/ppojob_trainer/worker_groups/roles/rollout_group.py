@@ -28,6 +28,7 @@ from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.futures import Future
 from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.stored_rows import NEWER_TOKENS
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
@@ -54,6 +55,16 @@ class RolloutOfStep:
     def response_lengths(self) -> Sequence[int]:
         """Tokens of each response."""
         return [int(length) for length in self.batch.sums[Keys.RESPONSE_MASK]]
+
+    @property
+    def oldest_versions(self) -> Sequence[int]:
+        """Version of the weights that sampled each response's first token; empty unless weights change in flight."""
+        return [int(version) for version in self.batch.sums.get(Keys.ROLLOUT_VERSIONS, ())]
+
+    @property
+    def newer_tokens(self) -> Sequence[int]:
+        """Tokens of each response that newer weights sampled than its first; empty unless weights change in flight."""
+        return [int(count) for count in self.batch.sums.get(NEWER_TOKENS, ())]
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,10 @@ class RolloutGroup:
         return False
 
     def admit(self) -> None:
-        """Let engines that were started since the last push get the weights, and generate from then on."""
+        """Let engines that were started since the last push get the weights; they generate from `use_admitted` on."""
+
+    def use_admitted(self) -> None:
+        """Let the engines that were admitted generate: they have the weights."""
 
     async def wait_for_engine(self) -> None:
         """Wait until an engine can be admitted, for ever in a pool whose engines do not come back."""
@@ -219,6 +233,9 @@ class RolloutGroup:
 
     def lose(self, rank: int, failure: WorkerGroupError) -> None:
         """Record that a replica has no engine any more, and end what is left of it."""
+        if rank in self.lost:
+            # A generation and a push in flight have both found it.
+            return
         self.lost = {**self.lost, rank: failure}
         self.end(rank, failure)
         text = "%s. Engines left in pool %s: %d. Other engines repeat its samples, and the run continues without it"

@@ -136,6 +136,8 @@ class WeightsGroup:
             await asyncio.gather(*freed)
             await _wake(asleep, "weights")
         moved = await self._despite_losses(partial(self._sent, version))
+        for rollout in self._rollouts:
+            rollout.use_admitted()
         if asleep:
             await _wake([rollout for rollout in asleep if rollout.ranks], "kv_cache")
         return {f"comm_{what}/update_weights": number for what, number in moved.items()}
@@ -174,11 +176,13 @@ class WeightsGroup:
         for number in range(1, _MAX_TRIES + 1):
             if not self._receiving():
                 await self._some_engine()
+            # A generation may find the same loss while a push is in flight.
+            before = self._members()
             try:
                 return await work()
             except WorkerGroupError as failure:
                 # Whoever is left has an open connection to the lost engine.
-                before, self._connected = self._members(), None
+                self._connected = None
                 await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
                 if number == _MAX_TRIES or before == self._members():
                     raise

@@ -1,0 +1,213 @@
+"""Changes the weights of a real vLLM engine while it generates; prints what was seen as JSON.
+
+`python -m tests.integration.trainer.in_flight_updates MODEL [drafts]`: a process, because vLLM reads its environment at
+its import. See test_in_flight_updates.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.speculative import SpeculativeSpec
+from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
+
+PROJECT = Path(__file__).parents[3]
+MODULE = "tests.integration.trainer.in_flight_updates"
+LIMIT_S = 120.0
+NUM_SAMPLES, NUM_TOKENS, BLOCK = 4, 256, 32
+SAMPLING = SamplingOptions(max_tokens=NUM_TOKENS, ignore_eos=True)
+SEEDS = list(range(NUM_SAMPLES))
+PROMPTS = [[5 + position % 7 for position in range(3 * BLOCK + 3)]] * NUM_SAMPLES
+"""Samples of one prompt, which is longer than a block of the cache."""
+_TRIES = 8
+
+
+def seen_of(model: Path, limit: float, *, drafts: bool) -> dict[str, Any]:
+    """Run this module as a process and return what it has seen."""
+    command = [sys.executable, "-m", MODULE, str(model), *(["drafts"] if drafts else [])]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
+    return found
+
+
+class Source:
+    """Weights that a test chooses, in place of a trained model's."""
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        self.weights = weights
+
+    def specs(self) -> list[Any]:
+        from ppojob_trainer.engines.weights.buckets import TensorSpec
+
+        return [
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self.weights.items()
+        ]
+
+    def gather(self) -> Iterator[Any]:
+        return iter(self.weights.values())
+
+
+@dataclass
+class Scene:
+    """An engine, a sender of weights, and two models in transformers with the same layers."""
+
+    engine: Any
+    sender: Any
+    source: Source
+    old: Any
+    new: Any
+    version: int = 0
+
+    async def push(self, model: Any) -> None:
+        from ppojob_trainer.engines.weights.transfer import verify
+
+        self.version += 1
+        self.source.weights = dict(model.named_parameters())
+        sending = asyncio.to_thread(self.sender.push, self.version)
+        sent, received = await asyncio.gather(sending, self.engine.update_weights(self.version))
+        verify(sent, [received])
+
+    async def generate(self) -> list[Any]:
+        found: list[Any] = await self.engine.generate(PROMPTS, SEEDS, SAMPLING)
+        return found
+
+    async def interrupted(self, model: Any, seconds: float) -> tuple[list[Any], list[Any]]:
+        """Push other weights in the middle of a generation, and generate the same samples again, at once.
+
+        Args:
+            seconds: how long the generation takes alone.
+
+        Returns:
+            The responses that were interrupted, and those that began after the push while the others were unfinished.
+        """
+        for number in range(_TRIES):
+            await self.push(self.old)
+            generating = asyncio.create_task(self.generate())
+            await asyncio.sleep(seconds * (1 + number) / (_TRIES + 1))
+            await self.push(model)
+            is_unfinished = not generating.done()
+            after = await self.generate()
+            before = await generating
+            if is_unfinished and all(len(set(one.versions)) == 2 for one in before):
+                return before, after
+        raise AssertionError("no push came while all samples were unfinished")
+
+
+def log_probs(model: Any, tokens: Sequence[int], cache: Any = None) -> tuple[list[float], Any]:
+    """Return the log-prob of each token but the first after those before it, and the cache of all but the last."""
+    import torch
+
+    with torch.no_grad():
+        given = torch.tensor([tokens[:-1]])
+        found = model(given, past_key_values=cache, use_cache=True)
+        logits = found.logits[0].float().log_softmax(-1)
+    return logits.gather(1, torch.tensor(tokens[1:]).reshape(-1, 1))[:, 0].tolist(), found.past_key_values
+
+
+def expected(scene: Scene, generation: Any) -> dict[str, list[float]]:
+    """Return what the log-probs of a response should be, by how the new weights go on from the old ones."""
+    prompt, tokens = PROMPTS[0], generation.token_ids
+    num_old = generation.versions.count(generation.versions[0])
+    whole, last = [*prompt, *tokens], len(prompt) + num_old
+    # The cache of the last token that the old weights sampled is computed by the next step, with the new weights.
+    by_old, cache = log_probs(scene.old, whole[:last])
+    continued, _ = log_probs(scene.new, whole[last - 1 :], cache)
+    anew, _ = log_probs(scene.new, whole)
+    old, _ = log_probs(scene.old, whole)
+    first = len(prompt) - 1
+    return {"kept cache": [*by_old[first:], *continued], "computed again": anew[first:], "old": old[first:]}
+
+
+def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def plain(generation: Any) -> dict[str, Any]:
+    return {
+        "tokens": generation.token_ids,
+        "log_probs": generation.log_probs,
+        "versions": generation.versions,
+        "reason": generation.finish_reason,
+    }
+
+
+def other_weights(path: str) -> tuple[Any, Any]:
+    """Return the model of a folder, and one whose weights differ."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return old, new
+
+
+async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
+    import torch
+
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
+    from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
+
+    engine = RolloutEngine(options)
+    await engine.start()
+    old, new = other_weights(path)
+    source = Source(dict(old.named_parameters()))
+    sender = WeightSender(source, [LinkPlan(0, "gloo", (0,))], "127.0.0.1", LIMIT_S, torch.device("cpu"))
+    (link,) = sender.listen()
+    await asyncio.gather(asyncio.to_thread(sender.prepare), engine.connect_weights([(link, 1)]))
+    scene = Scene(engine, sender, source, old, new)
+
+    first = await scene.generate()
+    started = time.perf_counter()
+    alone = await scene.generate()
+    seconds = time.perf_counter() - started
+    seen: dict[str, Any] = {"alone": [plain(one) for one in alone]}
+    seen["accepted drafts"] = Drafts.total(one.drafts for one in first).num_accepted
+    same, _ = await scene.interrupted(old, seconds)
+    seen["same weights"] = [plain(one) for one in same]
+    changed, after = await scene.interrupted(new, seconds)
+    seen["other weights"], seen["after"] = [plain(one) for one in changed], [plain(one) for one in after]
+    seen["differences"] = [
+        {how: largest(one.log_probs, theirs) for how, theirs in expected(scene, one).items()} for one in changed
+    ]
+    whole = [log_probs(new, [*PROMPTS[0], *one.token_ids])[0][len(PROMPTS[0]) - 1 :] for one in after]
+    seen["difference after"] = max(largest(one.log_probs, theirs) for one, theirs in zip(after, whole, strict=True))
+    seen["alone with new"] = [plain(one) for one in await scene.generate()]
+    sender.close()
+    await engine.shutdown()
+    return seen
+
+
+def main() -> None:
+    path, has_drafts = sys.argv[1], "drafts" in sys.argv[2:]
+    options = RolloutOptions(
+        path=path,
+        device=Device.CPU,
+        max_model_len=len(PROMPTS[0]) + NUM_TOKENS,
+        max_num_seqs=64,
+        timeout_seconds=LIMIT_S,
+        updates_in_flight=True,
+        speculative=SpeculativeSpec() if has_drafts else None,
+        engine_args={"block_size": BLOCK},
+    )
+    os.environ.update(environment(options, num_threads=1))
+    print("SEEN " + json.dumps(asyncio.run(scenario(path, options))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The weights of a real vLLM engine change while it generates: which weights sample which token, and what is cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.trainer.drafts import write_repeating_model
+from tests.integration.trainer.in_flight_updates import NUM_SAMPLES, NUM_TOKENS, seen_of
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 400
+ROUNDING = 1e-4
+"""float32 on both sides; sums in another order differ by about 2e-6 on this model."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "drafts"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_repeating_model(tmp_path_factory.mktemp("model"))
+    found = seen_of(model, LIMIT_S, drafts=request.param)
+    assert (found["accepted drafts"] > 0) is request.param
+    # A model that is given several tokens at once rounds otherwise.
+    return {**found, "same": ROUNDING if request.param else 0.0}
+
+
+def assert_equal(ours: list[float], theirs: list[float], tolerance: float) -> None:
+    assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) <= tolerance
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_no_response_is_lost_or_cut(seen: dict[str, Any]) -> None:
+    for name in ("alone", "same weights", "other weights", "after"):
+        assert [len(one["tokens"]) for one in seen[name]] == [NUM_TOKENS] * NUM_SAMPLES, name
+        assert [len(one["log_probs"]) for one in seen[name]] == [NUM_TOKENS] * NUM_SAMPLES, name
+        assert {one["reason"] for one in seen[name]} == {"length"}, name
+
+
+def test_each_token_has_the_version_of_the_weights_that_sampled_it(seen: dict[str, Any]) -> None:
+    assert {version for one in seen["alone"] for version in one["versions"]} == {0}
+    for name in ("same weights", "other weights"):
+        for one in seen[name]:
+            versions = one["versions"]
+            assert len(versions) == NUM_TOKENS
+            assert versions == sorted(versions)
+            assert len(set(versions)) == 2
+    assert len({version for one in seen["after"] for version in one["versions"]}) == 1
+
+
+def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
+    for one, alone in zip(seen["same weights"], seen["alone"], strict=True):
+        assert one["tokens"] == alone["tokens"]
+        assert_equal(one["log_probs"], alone["log_probs"], seen["same"])
+
+
+def test_tokens_before_the_push_are_those_of_the_old_weights(seen: dict[str, Any]) -> None:
+    for one, alone in zip(seen["other weights"], seen["alone"], strict=True):
+        num_old = one["versions"].count(one["versions"][0])
+        assert one["tokens"][:num_old] == alone["tokens"][:num_old]
+        assert_equal(one["log_probs"][:num_old], alone["log_probs"][:num_old], seen["same"])
+        assert one["tokens"][num_old:] != alone["tokens"][num_old:]
+
+
+def test_tokens_after_the_push_are_those_of_the_new_weights_on_the_cache_of_the_old_ones(seen: dict[str, Any]) -> None:
+    for differences in seen["differences"]:
+        assert differences["kept cache"] < ROUNDING
+        assert differences["computed again"] > 100 * ROUNDING
+        assert differences["old"] > 100 * ROUNDING
+
+
+def test_a_new_request_finds_nothing_that_old_weights_cached(seen: dict[str, Any]) -> None:
+    assert seen["difference after"] < ROUNDING
+    assert [one["tokens"] for one in seen["after"]] == [one["tokens"] for one in seen["alone with new"]]

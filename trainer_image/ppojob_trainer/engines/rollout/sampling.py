@@ -1,0 +1,54 @@
+"""What vLLM gets for a response, and what the response has, as this project's types. Called by `engine`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from ppojob_trainer.engines.errors import RolloutError
+from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Drafts, SamplingOptions
+
+
+def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """Return vLLM's sampling parameters for one response."""
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop) or None,
+        ignore_eos=sampling.ignore_eos,
+        # A greedy request samples nothing; a random generator for it would only cost time.
+        seed=None if sampling.temperature == 0 else seed,
+        logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=sampling.log_probs,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def log_probs_of(flat: Any) -> list[float]:
+    """Return the log-prob of each token, in nats, from vLLM's `flat_logprobs`.
+
+    Raises:
+        RolloutError: one is not finite.
+    """
+    # The first entry of each position is the sampled token's.
+    values = [float(flat.logprobs[start]) for start in flat.start_indices]
+    if not all(math.isfinite(value) for value in values):
+        raise RolloutError("vLLM returned a log-prob that is not finite: the weights are broken")
+    return values
+
+
+def drafts_of(num_tokens: int, metrics: Any) -> Drafts:
+    """Return how a response of so many tokens was generated; `metrics`: vLLM's, if it drafts."""
+    if metrics is None:
+        return NO_DRAFTS
+    num_drafted = sum(metrics.histogram)
+    num_accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
+    # Drafts after the token that ended the response are counted as accepted, too.
+    return Drafts(max(num_drafted, num_tokens - num_accepted), num_drafted, num_accepted)
