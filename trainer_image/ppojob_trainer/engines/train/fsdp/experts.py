@@ -11,7 +11,7 @@ Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ppojob_trainer.engines.train.expert import ExpertPeers
-from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 IMPLEMENTATION: Final = "ppojob_experts"
@@ -67,12 +67,14 @@ def _multiply_on_owners(
     order_S = chosen_S.argsort(stable=True)
     route = peers.route(counts_E)
     received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
-    computed = _multiply_own(_OwnExperts(module, len(counts_E) // peers.size), received, route.experts)
+    own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+    experts = WithParts(module, {**own, "num_experts": len(counts_E) // peers.size})
+    computed = _multiply_own(experts, received, route.experts)
     rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, -1)
     return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
-def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
+def _multiply_own(experts: WithParts, rows_SD: Tensor, own_S: Tensor) -> Tensor:
     """Apply an expert to each row; own_S: its number among those of this rank."""
     number = len(rows_SD)
     if number == 0:
@@ -81,17 +83,6 @@ def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
     once = rows_SD.new_ones(len(rows_SD), 1)
     output: Tensor = grouped_mm_experts_forward(experts, rows_SD, own_S.unsqueeze(1), once)
     return output[:number]
-
-
-class _OwnExperts:
-    """The experts that this rank owns, as transformers' function reads a module: with parameters of plain tensors."""
-
-    def __init__(self, experts: nn.Module, num_experts: int) -> None:
-        self._experts, self.num_experts = experts, num_experts
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        return local(value) if isinstance(value, Tensor) else value
 
 
 def divide_experts(module: nn.Module, peers: ExpertPeers | None) -> None:

@@ -110,6 +110,16 @@ def plan_of(config: PretrainedConfig) -> dict[str, str]:
     return getattr(type(config), "base_model_tp_plan", None) or {}
 
 
+class WithParts:
+    """A module as a function reads it, with parts of its parameters, and other attributes, in place of its own."""
+
+    def __init__(self, module: nn.Module, parts: Mapping[str, Any]) -> None:
+        self._module, self._parts = module, parts
+
+    def __getattr__(self, name: str) -> Any:
+        return self._parts[name] if name in self._parts else getattr(self._module, name)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; all of it if the tensor is replicated. Differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -135,7 +145,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style) -> None:
         if style.by_outputs:
             first = _equal_on_all(first, group)
         compute: Any = type(self).forward
-        output: Tensor = compute(_WithParts(self, parts), first, *others, **options)
+        output: Tensor = compute(WithParts(self, parts), first, *others, **options)
         if style.by_inputs:
             output = _sum_of_parts(output, group)
         return output if bias is None else output + bias
@@ -158,16 +168,6 @@ def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> 
 
     # FSDP puts its hook, which gathers the parameters, before all others.
     unit.register_forward_pre_hook(take)
-
-
-class _WithParts:
-    """A module with parts in place of its parameters, as the argument `self` of its class's `forward`."""
-
-    def __init__(self, module: nn.Module, parts: Mapping[str, Tensor | None]) -> None:
-        self._module, self._parts = module, parts
-
-    def __getattr__(self, name: str) -> Any:
-        return self._parts[name] if name in self._parts else getattr(self._module, name)
 
 
 class _EqualOnAll(torch.autograd.Function):
