@@ -11,7 +11,7 @@ Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def _multiply_on_owners(
     return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
-def _multiply_own(experts: WithParts, rows_SD: Tensor, own_S: Tensor) -> Tensor:
+def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
     """Apply an expert to each row; own_S: its number among those of this rank."""
     number = len(rows_SD)
     if number == 0:
