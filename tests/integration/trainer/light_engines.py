@@ -43,6 +43,7 @@ class Response:
     log_probs: list[float] | None
     finish_reason: str = "length"
     drafts: Drafts = NO_DRAFTS
+    versions: list[int] | None = None
 
 
 def response_of(seed: int, weights: float) -> list[int]:
