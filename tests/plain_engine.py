@@ -119,9 +119,6 @@ class PlainEngine:
         for file in Path(self.setup.path).glob("*token*"):
             shutil.copyfile(file, folder / file.name)
 
-    def prepare_saves(self) -> None:
-        """Do nothing: each save is complete when it returns."""
-
     def save(self, location: str | Path, *, in_background: bool = False) -> None:
         folder = Path(location)
         _refuse_existing(folder)

@@ -32,7 +32,8 @@ def observations(steps: Iterable[Mapping[str, float]], layout: Layout) -> dict[s
             phase = name.removeprefix(_TIMING)
             if phase != name and is_of_step(phase):
                 # `step_time` adds the pauses of the engines again.
-                taken = seconds - (metrics.get(_PAUSED, 0.0) if phase == Phase.GENERATE else 0.0)
+                paused = metrics.get(_PAUSED, 0.0) if phase == Phase.GENERATE else 0.0
+                taken = max(0.0, seconds - paused)
                 seen = Observation(layout.gpus_of(phase), taken, metrics.get(_TOKENS, 1.0), evenness(metrics))
                 found.setdefault(phase, []).append(seen)
     return found

@@ -38,9 +38,9 @@ class Generated(Generic[B]):
     """Responses to the prompts of a step; `batch` also has the columns of the prompts.
 
     version: the step after which the policy had the weights that generated them, or with which their generation began
-    if weights are updated in flight. `streamed` holds the forward phases
-    that started on responses while others were generated. is_scored: dynamic sampling called the users' hooks after
-    Generate and scored the responses; the batch has token_level_scores, and `metrics` those of the rounds.
+    if weights are updated in flight. streamed: the forward phases that started on responses while others were
+    generated. is_scored: dynamic sampling called the users' hooks after Generate and scored the responses; the batch
+    has token_level_scores, and `metrics` those of the rounds.
     """
 
     step: int
@@ -75,7 +75,7 @@ class GenerationQueue(Generic[B]):
         Args:
             generate: generates the responses of a step (first argument); the engines' weights have the version of the
                 second one when it begins.
-            max_staleness: see `Schedule`, as for in_flight.
+            max_staleness, in_flight: see `Schedule`.
         """
         self._generate = generate
         self._max_staleness, self._in_flight = max_staleness, in_flight

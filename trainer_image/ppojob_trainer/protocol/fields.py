@@ -51,7 +51,7 @@ SEQUENCES: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK)
 """What a model's forward pass reads."""
 
 ROLLOUT_COLUMNS: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS, Keys.ROLLOUT_VERSIONS)
-"""What the rollout returns, the last two if the job needs them."""
+"""What the rollout returns. Log-probs and versions are there only if the job needs them."""
 
 
 def check_layout(proto: DataProto, sent: DataProto | None = None) -> None:

@@ -164,7 +164,7 @@ class TrainEngine(Protocol):
     def prepare_saves(self) -> None:
         """Prepare, in the background, for saves in the background, so that the first takes no longer than later ones.
 
-        Called at most once, after `load`, for a model that is trained.
+        Called at most once, after `load`, for a model that is trained. An engine may leave this method out.
         """
         ...
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_reward_model", "load_reward_model", "make_engine", "parameters_of_stages"]
 
-METHODS: Final = tuple(name for name in vars(TrainEngine) if not name.startswith("_"))
+OPTIONAL: Final = frozenset({"prepare_saves"})
+METHODS: Final = tuple(name for name in vars(TrainEngine) if not name.startswith("_") and name not in OPTIONAL)
 """What a class must have, to be a `TrainEngine`."""
 
 

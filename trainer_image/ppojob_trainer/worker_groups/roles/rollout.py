@@ -173,7 +173,7 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def collect(self, num_rows: int) -> Collected | None:
-        """Return what is finished as soon as it is `num_rows` responses; None if it is fewer after some seconds.
+        """Return what is finished as soon as it is `num_rows` responses; None if it is fewer after a while.
 
         Raises:
             EngineLostError: vLLM's processes exited; everything that was finished before has been returned.

@@ -224,8 +224,10 @@ class EngineWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def prepare_saves(self) -> None:
-        """Prepare for saves in the background, in the background."""
-        self.engine.prepare_saves()
+        """Prepare for saves in the background, in the background, if the engine can."""
+        prepare = getattr(self.engine, "prepare_saves", None)
+        if prepare is not None:
+            prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, location: str, in_background: bool = False) -> None:

@@ -72,7 +72,11 @@ class WeightsGroup:
 
         The connections that were open before are closed: a receiver was lost, or there is a new one.
         """
-        return await self._despite_losses(self._connect)
+        found = await self._despite_losses(self._connect)
+        # All engines have the initial weights.
+        for rollout in self._rollouts:
+            rollout.use_admitted()
+        return found
 
     async def _connect(self) -> list[Transports]:
         self._plans, self._connected = self._link_plans(), None

@@ -11,6 +11,7 @@ written in the background.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,8 @@ from torch.utils._pytree import tree_map_only
 
 from ppojob_api.v1alpha1.model import FrozenOffload, Offload
 from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
+
+logger = logging.getLogger(__name__)
 
 
 class Offloader:
@@ -81,8 +84,8 @@ class Offloader:
     def copying(self, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Return a function for another thread, which returns `to_save` with copies of all tensors on the device.
 
-        The copies are made beside the device's computation. Their memory is kept for the next call, and pinned, so that
-        a later one takes a second for 20 GB or more.
+        The copies are made beside the device's computation. Their memory is pinned and kept for the next call, which
+        copies 20 GB in about a second.
         """
         staging, stream = self._staging(), None
         if self._device.type == "cuda":
@@ -108,6 +111,7 @@ class Offloader:
         """
         thread = ThreadPoolExecutor(1, "allocate copies")
         self._prepared = thread.submit(self._allocate, Counter(self._sizes_of_copies()))
+        self._prepared.add_done_callback(_warn_if_failed)
         thread.shutdown(wait=False)
 
     def _sizes_of_copies(self) -> Iterator[int]:
@@ -147,6 +151,11 @@ class Offloader:
         if self._device.type == "cuda":
             # Other processes share the GPU, and the allocator would keep what was freed.
             torch.cuda.empty_cache()
+
+
+def _warn_if_failed(prepared: Future[None]) -> None:
+    if (error := prepared.exception()) is not None:
+        logger.warning("no memory for checkpoints in the background, so the first one will fail: %s", error)
 
 
 class _OffloadedStorages:

@@ -7,7 +7,6 @@ parameters take 107 GB of host memory.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from typing import Any
@@ -32,11 +31,9 @@ def host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
     """
     if not pinned:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    # Separate whole pages: CUDA cannot pin a page twice. Of large pages it pins fewer.
+    # Separate whole pages: CUDA cannot pin a page twice.
     pages = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    # torch's threads get the pages from the kernel; the driver would do it in one thread, while it lets nobody else in.
+    # The kernel provides the pages here, which takes most of the time. Else it does so while the driver holds its lock.
     buffer = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     address = buffer.data_ptr()
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

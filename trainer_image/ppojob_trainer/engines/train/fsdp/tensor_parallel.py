@@ -15,7 +15,7 @@ is loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -34,8 +34,8 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh
 class _Style:
     """How a module is divided.
 
-    dim: the dimension of its weight that is divided; None: the module is whole on each rank. parts: gradients of whole
-    parameters, of this module or of an adapter added to it, are parts on each rank, whose sum is the gradient.
+    dim: the dimension of its weight that is divided; None: the module is whole on each rank. parts: each rank computes
+    a part of the gradient of a whole parameter of this module or its adapter; their sum is the gradient.
     """
 
     dim: int | None = None
@@ -86,16 +86,16 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     weights = [getattr(part, "weight", None) for part in (embeddings, output)]
     is_tied = weights[0] is weights[1] is not None
     names = {part: name for name, part in backbone.named_modules()}
+    layers = list(backbone.get_submodule("layers").children())
+    in_layers = {part for layer in layers for part in layer.modules()}
     divided: dict[nn.Module, _Style] = {}
     for part in list(module.modules()):
         if not any(True for _ in part.parameters(recurse=False)) or (is_tied and part is output):
             continue
         name = names.get(part, "")
         style = next((style for pattern, style in styles.items() if pattern.fullmatch(name)), _WHOLE)
-        _divide(part, mesh, style)
+        _divide(part, mesh, style, WithParts if part in in_layers else _copied_with_parts)
         divided[part] = style
-    layers = list(backbone.get_submodule("layers").children())
-    in_layers = {part for layer in layers for part in layer.modules()}
     for unit in [*layers, *(part for part in divided if part not in in_layers)]:
         _take_parts_before(unit, divided)
     if is_tied:
@@ -120,6 +120,16 @@ class WithParts:
         return self._parts[name] if name in self._parts else getattr(self._module, name)
 
 
+def _copied_with_parts(module: nn.Module, parts: Mapping[str, Any]) -> nn.Module:
+    """Return a module of the same class, whose `forward` may call that of its base, as Gemma's embedding does.
+
+    torch compiles no such copy, so it is for modules outside of the layers.
+    """
+    found = object.__new__(type(module))
+    found.__dict__ = {**module.__dict__, "_parameters": {**module._parameters, **parts}}
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; all of it if the tensor is replicated. Differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -129,8 +139,12 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
-def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style) -> None:
-    """Divide the parameters of a module on the meta device, and let it compute with its parts."""
+def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Callable[..., object]) -> None:
+    """Divide the parameters of a module on the meta device, and let it compute with its parts.
+
+    Args:
+        substitute: returns what takes the place of a module, and has the given parts.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         # On the meta device there is nothing to send.
         divided = distribute_tensor(parameter.detach(), mesh, [style.placement(parameter)], src_data_rank=None)
@@ -145,7 +159,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style) -> None:
         if style.by_outputs:
             first = _equal_on_all(first, group)
         compute: Any = type(self).forward
-        output: Tensor = compute(WithParts(self, parts), first, *others, **options)
+        output: Tensor = compute(substitute(self, parts), first, *others, **options)
         if style.by_inputs:
             output = _sum_of_parts(output, group)
         return output if bias is None else output + bias
@@ -196,7 +210,8 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3)."""
+    """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3, here
+    for each module and not for each block)."""
     found: Tensor = _EqualOnAll.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
