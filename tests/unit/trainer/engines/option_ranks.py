@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -30,7 +32,11 @@ def run(
     parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path, *, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Return everything that is compared between one rank and many. `settings`: of the models, and `stays_gathered`."""
-    engines = {"actor": make_policy(parallel, model, **settings), "critic": make_critic(parallel, model, **settings)}
+    with quickly_compiled():
+        engines = {
+            "actor": make_policy(parallel, model, **settings),
+            "critic": make_critic(parallel, model, **settings),
+        }
     policy = engines["actor"]
     found: dict[str, Any] = {"initial": {role: trained(engine) for role, engine in engines.items()}}
     for engine in engines.values():
@@ -50,9 +56,18 @@ def resume(
     parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path, *, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Read the checkpoint `saved` of another layout, which the folder holds."""
-    policy = make_policy(parallel, model, **settings)
+    with quickly_compiled():
+        policy = make_policy(parallel, model, **settings)
     policy.restore(folder / "saved")
     return exported(policy, folder) | {"second": policy.update(batch)}
+
+
+def quickly_compiled() -> AbstractContextManager[object]:
+    """Let layers that are created inside be traced and partitioned as on a GPU, and run by PyTorch's own operators.
+
+    On a CPU, Inductor takes minutes.
+    """
+    return mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
 
 
 def fill_second_matrices(engine: FSDPEngine) -> None:
