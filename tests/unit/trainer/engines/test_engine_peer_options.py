@@ -57,7 +57,8 @@ class Layout:
 
 
 LAYOUTS = {
-    "tensor 2": Layout(ParallelDims(tensor=2), "llama", options={"compile": True}),
+    "tensor 2": Layout(ParallelDims(tensor=2), "llama"),
+    "tensor 2, all weights, compiled": Layout(ParallelDims(tensor=2), "llama", None, {"compile": True}),
     "tensor 2 of layers with biases": Layout(ParallelDims(tensor=2), "biases"),
     "tensor 2 of gemma": Layout(ParallelDims(tensor=2), "gemma"),
     "tensor 2 of gemma2": Layout(ParallelDims(tensor=2), "gemma2"),
