@@ -71,7 +71,7 @@ def main() -> None:
     output: Path = arguments.output.absolute()
     data = output / "workload"
     data.mkdir(parents=True, exist_ok=True)
-    size = workload.Size("tiny", 8, 16, 16, 512) if arguments.shape == "tiny" else workload.Size(arguments.shape)
+    size = workload.size_of(arguments.shape)
     workload.prepare(data, size, arguments.steps)
     if arguments.loop:
         measure_loop(data, size, output, arguments)
@@ -97,7 +97,7 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
     training = ActorSpec(max_tokens_per_gpu=16_384, learning_rate=1e-5)
     dtype = torch.bfloat16 if arguments.device == "CUDA" else torch.float32
     engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=1000, dtype=dtype)
-    batch = make_batch(size, arguments.rows)
+    batch = make_batch(arguments.rows, size.prompt_tokens, size.response_tokens)
     if arguments.prepare:
         engine.prepare_saves()
     first = seconds_of(lambda: engine.update(batch))
@@ -157,8 +157,8 @@ def _synchronize(torch: Any) -> None:
         torch.cuda.synchronize()
 
 
-def make_batch(size: workload.Size, rows: int) -> DataProto:
-    """Return random prompts and responses of the workload's lengths, with what an update reads."""
+def make_batch(rows: int, prompt_tokens: int, response_tokens: int, num_minibatches: int = _MINIBATCHES) -> DataProto:
+    """Return random prompts and responses of these lengths, with what an update reads."""
     import torch
 
     from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -169,16 +169,16 @@ def make_batch(size: workload.Size, rows: int) -> DataProto:
         found: list[list[int]] = torch.randint(256, (rows, length), generator=generator).tolist()
         return found
 
-    columns = rollout_batch(tokens(size.prompt_tokens), tokens(size.response_tokens))
+    columns = rollout_batch(tokens(prompt_tokens), tokens(response_tokens))
     mask = columns[Keys.RESPONSE_MASK]
     for key in (Keys.OLD_LOG_PROBS, Keys.ADVANTAGES):
-        columns[key] = mask.unpadded(torch.randn(rows, size.response_tokens, generator=generator))
+        columns[key] = mask.unpadded(torch.randn(rows, response_tokens, generator=generator))
     columns[Keys.OLD_LOG_PROBS] = mask.with_values(columns[Keys.OLD_LOG_PROBS].values - 12)
     meta = {
         "temperature": 1.0,
-        "num_mini_batches": _MINIBATCHES,
+        "num_mini_batches": num_minibatches,
         "epochs": 1,
-        "response_length": size.response_tokens,
+        "response_length": response_tokens,
     }
     return DataProto.from_dict(columns, meta_info=meta)
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -32,9 +32,8 @@ def main() -> None:
     """Measure, print, and write `results.json`."""
     arguments = _arguments()
     output: Path = arguments.output.absolute()
-    tiny = arguments.shape == "tiny"
-    most = arguments.tokens or (48 if tiny else workload.RESPONSE_TOKENS)
-    size = workload.Size("tiny", 8, 16, most, 512) if tiny else workload.Size(arguments.shape, response_tokens=most)
+    most = arguments.tokens or (48 if arguments.shape == "tiny" else workload.RESPONSE_TOKENS)
+    size = replace(workload.size_of(arguments.shape), response_tokens=most)
     data = output / f"workload-{arguments.shape}-{arguments.repeats or 0:g}"
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, size, 4)

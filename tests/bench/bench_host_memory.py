@@ -51,7 +51,7 @@ def main() -> None:
     output: Path = arguments.output.absolute()
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)
-    size = workload.Size("tiny", 8, 16, 16, 512) if arguments.shape == "tiny" else workload.Size(arguments.shape)
+    size = workload.size_of(arguments.shape)
     # In a process of its own: what it takes of a GPU is free again before the run begins.
     maker = multiprocessing.get_context("spawn").Process(
         target=workload.prepare, args=(data, size, arguments.steps + 1), kwargs={"layers": arguments.layers}

@@ -34,9 +34,7 @@ def main() -> None:
     output: Path = arguments.output.absolute()
     data = output / "workload"
     data.mkdir(parents=True, exist_ok=True)
-    tiny = arguments.shape == "tiny"
-    size = workload.Size("tiny", 8, 16, 16, 512) if tiny else workload.Size(arguments.shape)
-    workload.prepare(data, size, 1)
+    workload.prepare(data, workload.size_of(arguments.shape), 1)
     stores = {name: listen("127.0.0.1", _LIMIT_S) for name in arguments.layouts}
     work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates]
     ports = [f"{name}:{store.port}" for name, store in stores.items()]

@@ -34,9 +34,7 @@ def main() -> None:
     # What runs is ended by what stands after it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = _arguments()
-    tiny, is_varied = arguments.shape == "tiny", arguments.lengths == "varied"
-    size = workload.Size("tiny", 8, 16, 16, 512) if tiny else workload.Size(arguments.shape)
-    size = replace(size, is_varied=is_varied)
+    size = replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied")
     output: Path = arguments.output.absolute()
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)

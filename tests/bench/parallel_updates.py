@@ -6,11 +6,10 @@ by `bench_parallel`; CUDA_VISIBLE_DEVICES names the GPU.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +19,10 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
-from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
-from tests.bench.bench_checkpoint import seconds_of
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.protocol import DataProto
+from tests.bench.bench_checkpoint import make_batch, seconds_of
+from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
@@ -36,23 +35,8 @@ LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
     "pipeline-2-eager": (ParallelDims(pipeline=2), False),
 }
 """The sizes of each layout, and whether the layers are compiled."""
-_VOCABULARY, _PROMPT_SHARE, _WARM_UP = 256, 4, 2
-
-
-def make_batch(rows: int, tokens: int) -> DataProto:
-    """Return sequences of `tokens` random tokens, a quarter of them prompt, with what an update reads."""
-    generator = torch.Generator().manual_seed(5)
-
-    def texts(length: int) -> list[list[int]]:
-        found: list[list[int]] = torch.randint(_VOCABULARY, (rows, length), generator=generator).tolist()
-        return found
-
-    prompt = tokens // _PROMPT_SHARE
-    columns = rollout_batch(texts(prompt), texts(tokens - prompt))
-    mask = columns[Keys.RESPONSE_MASK]
-    columns[Keys.ADVANTAGES] = mask.unpadded(torch.randn(rows, tokens - prompt, generator=generator))
-    meta = {"temperature": 1.0, "num_mini_batches": 1, "epochs": 1, "response_length": tokens - prompt}
-    return DataProto.from_dict(columns, meta_info=meta)
+# A quarter of each sequence is prompt.
+_PROMPT_SHARE, _WARM_UP = 4, 2
 
 
 def measure(
@@ -90,22 +74,19 @@ def main() -> None:
     for argument in sys.argv[9:]:
         name, port = argument.split(":")
         dims, is_compiled = LAYOUTS[name]
-        parallel = init_process_group(device, rank, dims, connect("127.0.0.1", int(port), 300), 300)
-        batch = make_batch(rows, tokens).split(rows // dims.num_shards)[dims.shard_of(rank)]
-        # Each sequence of tokens is worked on by one rank, or by all ranks that share it.
+        prompt = tokens // _PROMPT_SHARE
+        batch = make_batch(rows, prompt, tokens - prompt, num_minibatches=1)
+        shard = batch.split(rows // dims.num_shards)[dims.shard_of(rank)]
+        # The engine multiplies it by the sequence-parallel ranks, which compute a slice of a micro-batch each.
         max_tokens = rows * tokens // micro_batches // dims.sequence
         torch.compiler.reset()
         if device is Device.CUDA:
             torch.cuda.reset_peak_memory_stats()
-        try:
-            found[name] = measure(parallel, model, batch, max_tokens, updates, is_compiled=is_compiled)
-        except Exception:  # noqa: BLE001 - the other layouts are worth their figures
-            found[name] = {"error": traceback.format_exc()}
+        work = partial(
+            measure, model=model, batch=shard, max_tokens=max_tokens, updates=updates, is_compiled=is_compiled
+        )
+        found[name] = in_layout(device, rank, dims, int(port), work, limit_s=300)
         (out / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-        parallel.destroy()
-        gc.collect()
-        if device is Device.CUDA:
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ names the GPU. MODEL and STARVED are folders; the routers of STARVED choose amon
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +19,9 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 VOCABULARY, NUM_SEQUENCES = 512, 8
@@ -102,14 +101,7 @@ def main() -> None:
     batch = make_batch(SHAPES[device.value][1])[[2 * row + rank for row in range(NUM_SEQUENCES // 2)]]
     found: dict[str, Any] = {}
     for (name, (dims, model)), port in zip(LAYOUTS.items(), ports, strict=True):
-        parallel = init_process_group(device, rank, dims, connect("127.0.0.1", int(port), 120), 120)
-        try:
-            found[name] = run(parallel, models[model], batch)
-        except Exception:  # noqa: BLE001 - the other layouts are to be seen all the same; the test fails on this one
-            found[name] = {"error": traceback.format_exc()}
-        parallel.destroy()
-        gc.collect()
-        torch.cuda.empty_cache()
+        found[name] = in_layout(device, rank, dims, int(port), partial(run, model=models[model], batch=batch))
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
+from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 VOCABULARY, HIDDEN = 151_936, 896
@@ -108,15 +107,9 @@ def main() -> None:
     for (name, (dims, options)), port in zip(LAYOUTS.items(), ports, strict=True):
         if rank >= dims.world_size:
             continue
-        parallel = init_process_group(Device.CUDA, rank, dims, connect("127.0.0.1", int(port), 120), 120)
         shard = shard_of(make_batch(), dims.shard_of(rank), dims.num_shards)
-        try:
-            found[name] = run(parallel, model, shard, options)
-        except Exception:  # noqa: BLE001 - the other layouts are to be seen all the same; the test fails on this one
-            found[name] = {"error": traceback.format_exc()}
-        parallel.destroy()
-        gc.collect()
-        torch.cuda.empty_cache()
+        work = partial(run, model=model, batch=shard, options=options)
+        found[name] = in_layout(Device.CUDA, rank, dims, int(port), work)
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

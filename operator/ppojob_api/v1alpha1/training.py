@@ -260,7 +260,7 @@ class ScheduleSpec(ApiModel):
     weight_updates: WeightUpdates | None = None
     """With mode OneStepOff: when the engines get new weights. BetweenGenerations: every maxStaleness steps, when no
     response is being generated; the same seed gives the same results. InFlight: after each step, while they generate.
-    Unfinished responses go on with the new weights and keep their cache; results depend on measured times. Absent:
+    Unfinished responses continue with the new weights and keep their cache; results depend on measured times. Absent:
     BetweenGenerations. Fixed once the job is accepted."""
     disabled_overlaps: Annotated[list[Overlap], Field(max_length=8)] = Field(default_factory=list)
     """Overlaps that mode Overlapped leaves out, to measure the effect of each. Values: compute values and reward at the

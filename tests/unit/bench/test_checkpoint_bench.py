@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tests.bench import workload
 from tests.bench.bench_checkpoint import SAVED, WAITED, make_batch, standstills
 
 
@@ -21,6 +20,6 @@ def test_the_loop_stands_still_at_the_save_and_in_the_next_update_but_the_last_s
 
 
 def test_a_batch_has_the_lengths_of_the_workload() -> None:
-    batch = make_batch(workload.Size("tiny", 8, 16, 4, 512), rows=8)
+    batch = make_batch(8, 16, 4)
     assert batch.ragged("input_ids").lengths.tolist() == [20] * 8
     assert torch.equal(batch.ragged("response_mask").lengths, torch.full((8,), 4))

@@ -14,7 +14,7 @@ from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.controller.step_time import Layout
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
 from tests.unit.trainer.controller.fake_world import DURATIONS, Loss
-from tests.unit.trainer.controller.test_one_step_off import MOST, POOLS, STEPS, newest, off, resumed
+from tests.unit.trainer.controller.test_one_step_off import MOST, POOLS, STEPS, check_kills, newest, off, resumed
 
 ALL = range(1, STEPS + 1)
 
@@ -93,19 +93,10 @@ async def test_responses_have_newer_weights_than_with_updates_between_generation
 async def test_a_run_that_is_killed_anywhere_trains_each_prompt_once(
     make_run: MakeRun, most: int, write_s: float | None
 ) -> None:
-    whole = make_run(in_flight(most), steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
-    await whole()
-    moments = sorted({time for time, _, _ in whole.world.events})
-    with_queue = 0
-    for moment in moments:
-        killed = make_run(in_flight(most), steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
-        await killed.world.time.kill_at(moment, killed.loop.run())
-
-        step, after = await resumed(make_run, killed, in_flight(most))
-
+    def check(_: Run, killed: Run, step: int, after: Run) -> None:
         assert_nothing_is_lost(killed, step, after, most)
-        with_queue += bool(killed.checkpoints.batches.get(step))
-    assert with_queue > len(moments) / 3, "the saved responses were used"
+
+    await check_kills(make_run, in_flight(most), write_s, check)
 
 
 def assert_nothing_is_lost(before: Run, step: int, after: Run, most: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -209,17 +210,24 @@ def assert_continues(whole: Run, before: Run, step: int, after: Run) -> None:
 async def test_a_run_that_is_killed_anywhere_goes_on_exactly(
     make_run: MakeRun, most: int, write_s: float | None
 ) -> None:
-    whole = make_run(off(most), steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
+    await check_kills(make_run, off(most), write_s, assert_continues)
+
+
+async def check_kills(
+    make_run: MakeRun, schedule: Schedule, write_s: float | None, check: Callable[[Run, Run, int, Run], None]
+) -> None:
+    """Kill a run at each moment of it and resume it; `check` gets the whole run, the killed one, the step, the next."""
+    whole = make_run(schedule, steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
     await whole()
     moments = sorted({time for time, _, _ in whole.world.events})
     with_queue = 0
     for moment in moments:
-        killed = make_run(off(most), steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
+        killed = make_run(schedule, steps=STEPS, save_every=3, pool_of=POOLS, write_s=write_s)
         await killed.world.time.kill_at(moment, killed.loop.run())
 
-        step, after = await resumed(make_run, killed, off(most))
+        step, after = await resumed(make_run, killed, schedule)
 
-        assert_continues(whole, killed, step, after)
+        check(whole, killed, step, after)
         with_queue += bool(killed.checkpoints.batches.get(step))
     assert with_queue > len(moments) / 3, "the saved responses were used"
 

@@ -64,6 +64,19 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
 
 
 @pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The name of the thread, without its number, and the bytes of each allocation on the host."""
+    found: list[tuple[str, int]] = []
+
+    def counted(num_bytes: int, *, pinned: bool) -> Tensor:
+        found.append((threading.current_thread().name.rsplit("_", 1)[0], num_bytes))
+        return host_buffer(num_bytes, pinned=pinned)
+
+    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", counted)
+    return found
+
+
+@pytest.fixture
 def thread() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as found:
         yield found
@@ -149,23 +162,16 @@ def test_the_second_save_uses_the_memory_of_the_first(
     model_path: Path,
     batch: DataProto,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    allocated: list[tuple[str, int]],
     offload: Offload,
 ) -> None:
     engine, resumed = make_policy(parallel, model_path, offload=offload), make_policy(parallel, model_path)
-    sizes: list[int] = []
-
-    def counted(num_bytes: int, *, pinned: bool) -> Tensor:
-        sizes.append(num_bytes)
-        return host_buffer(num_bytes, pinned=pinned)
-
-    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", counted)
     engine.update(batch)
     num_taken: list[int] = []
     for number in range(3):
         engine.save(tmp_path / str(number), in_background=True)
         wait_until_saved(engine)
-        num_taken.append(len(sizes))
+        num_taken.append(len(allocated))
         metrics = engine.update(batch)
 
     assert num_taken[0] == num_taken[1] == num_taken[2] > 0
@@ -180,23 +186,19 @@ def test_a_save_that_was_prepared_for_allocates_nothing(
     model_path: Path,
     batch: DataProto,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    allocated: list[tuple[str, int]],
     offload: Offload,
 ) -> None:
     engine, resumed = make_policy(parallel, model_path, offload=offload), make_policy(parallel, model_path)
-    sizes: dict[str, set[int]] = {}
-
-    def counted(num_bytes: int, *, pinned: bool) -> Tensor:
-        sizes.setdefault(threading.current_thread().name.rsplit("_", 1)[0], set()).add(num_bytes)
-        return host_buffer(num_bytes, pinned=pinned)
-
-    monkeypatch.setattr("ppojob_trainer.engines.train.fsdp.offload.host_buffer", counted)
     engine.prepare_saves()
     engine.update(batch)
     engine.save(tmp_path / "0", in_background=True)
     wait_until_saved(engine)
     metrics = engine.update(batch)
 
+    sizes: dict[str, set[int]] = {}
+    for thread, num_bytes in allocated:
+        sizes.setdefault(thread, set()).add(num_bytes)
     assert max(sizes["allocate copies"]) > SINGLE_NUMBER
     random_state = torch.get_rng_state().nbytes
     # AdamW counts its steps in one float32 for each parameter.

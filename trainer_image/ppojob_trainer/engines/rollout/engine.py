@@ -2,7 +2,7 @@
 
 Called by the rollout role, in an event loop. A child process of vLLM computes; this object sends requests and weights
 to it. It refuses to generate without weights, and to receive weights while it generates, unless its options let it
-update them in flight: then vLLM pauses between two of its steps, and the unfinished responses go on with the new
+update them in flight: then vLLM pauses between two of its steps, and the unfinished responses continue with the new
 weights (`weight_changes`).
 """
 
@@ -216,7 +216,7 @@ class RolloutEngine:
             raise EngineLostError(f"vLLM's engine exited before it paused: {error}") from error
 
     async def _resume(self, version: int) -> None:
-        """Go on with new weights."""
+        """Continue with new weights."""
         self._versions.append(version)
         try:
             await self._running().update_weight_version(str(len(self._versions) - 1))

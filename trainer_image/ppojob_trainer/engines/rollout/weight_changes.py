@@ -27,8 +27,8 @@ def forget_blocks(cache: Any, unfinished: Iterable[str]) -> None:
 
     vLLM's own reset refuses while a request has blocks, or makes it compute its cache again. A later block of an
     unfinished request is computed by new weights from the cache of old ones, so it must not serve another request
-    either: vLLM caches what it has not counted as cached yet, so all blocks are counted. A request that vLLM preempts
-    loses its count with its blocks; all its blocks are computed by new weights then.
+    either: vLLM adds only blocks above a request's count of cached ones, so the count is set to the largest number. A
+    request that vLLM preempts loses its count with its blocks; all its blocks are computed by new weights then.
 
     Args:
         cache: vLLM's KVCacheManager.

@@ -70,7 +70,7 @@ class ExpertPeers:
         return self.mesh.size()
 
     def route(self, counts_E: Tensor) -> Route:
-        """Tell each rank how many rows it receives; wait for the answer on the host. Collective.
+        """Exchange the numbers of rows that the ranks send each other; the host waits for them. Collective.
 
         Args:
             counts_E: this rank's rows for each expert, int64 [E]; the first rank of the group owns the first E / size.

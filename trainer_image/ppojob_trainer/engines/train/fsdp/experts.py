@@ -16,13 +16,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ppojob_trainer.engines.train.expert import ExpertPeers
-from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, local
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 IMPLEMENTATION: Final = "ppojob_experts"
@@ -91,10 +91,7 @@ def divide_experts(module: nn.Module, peers: ExpertPeers | None) -> None:
         return
     for _, experts in expert_modules(module):
         setattr(experts, _PEERS, peers)
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            # On the meta device there is nothing to send.
-            mine = distribute_tensor(parameter.detach(), peers.mesh, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+        divide_parameters(experts, peers.mesh, lambda _: Shard(0))
 
 
 def shard_experts(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -53,8 +54,7 @@ class _Style:
 
     def placement(self, parameter: Tensor) -> Shard | Replicate:
         """Return how a parameter of the module is divided: a bias like the outputs."""
-        is_divided = self.dim is not None and self.dim < parameter.dim()
-        return Shard(self.dim) if self.dim is not None and is_divided else Replicate()
+        return Replicate() if self.dim is None or self.dim >= parameter.dim() else Shard(self.dim)
 
     def local(self, name: str, parameter: Tensor) -> Tensor:
         """Return this rank's part, through which the gradient reaches the parameter."""
@@ -80,7 +80,6 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     if mesh is None:
         return
     styles = {_pattern(name): _STYLES[style] for name, style in plan_of(language_model.config).items()}
-    is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     embeddings, output = language_model.get_input_embeddings(), language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
     # A pipeline stage may have one of the two, or neither.
     weights = [getattr(part, "weight", None) for part in (embeddings, output)]
@@ -100,14 +99,19 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
         _take_parts_before(unit, divided)
     if is_tied:
         output.weight = embeddings.weight
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(is_trained[name])
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
     """Return transformers' plan for the layers of this family; empty if it has none."""
     # The plan of the class: an instance adds its embedding, which is whole on each rank here.
     return getattr(type(config), "base_model_tp_plan", None) or {}
+
+
+def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[Tensor], Placement]) -> None:
+    """Make the parameters of a module on the meta device, where there is nothing to send, DTensors of a mesh."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        divided = distribute_tensor(parameter.detach(), mesh, [placement(parameter)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
 class WithParts:
@@ -145,10 +149,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
     Args:
         substitute: returns what takes the place of a module, and has the given parts.
     """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        # On the meta device there is nothing to send.
-        divided = distribute_tensor(parameter.detach(), mesh, [style.placement(parameter)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(divided))
+    divide_parameters(module, mesh, style.placement)
     group = mesh.get_group()
 
     def forward(self: Any, first: Tensor, *others: Any, **options: Any) -> Tensor:
