@@ -27,7 +27,6 @@ from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
-from tests.unit.trainer.engines.test_engine_peers import LAYOUTS
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -231,9 +230,7 @@ def test_the_table_has_the_families_of_these_tests() -> None:
     assert set(support.FAMILIES) == {family for family, _ in FAMILIES.values()}
 
 
-def test_the_table_has_the_families_that_are_tested_or_refused_with_tensor_parallelism() -> None:
-    tested = {family for dims, family in LAYOUTS.values() if dims.tensor > 1}
-    assert {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.TESTED} == tested
+def test_the_table_has_the_families_that_are_refused_with_tensor_parallelism() -> None:
     refused = {name for name in support.FAMILIES if has_no_division(name)}
     assert {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.REFUSED} == refused
 
