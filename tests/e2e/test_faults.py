@@ -5,9 +5,13 @@ recovery takes is never asserted. Only the faults of the selected tests are inje
 `-k "head or drained"`.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,9 @@ import pytest
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, records, small_pools
 from tools.cluster.addresses import NODE_NAME
+from tools.cluster.cluster import is_healthy
+from tools.cluster.command import run
+from tools.cluster.processes import Processes
 from tools.cluster.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
@@ -30,9 +37,10 @@ CHANGES: dict[str, Any] = {
     "algorithm": {"kl": {"inReward": False}},
     "placement": {"ref": None},
     "pools": small_pools(critic_nodes=2),
-    "trainer": {"totalSteps": MANY_STEPS, "validateEverySteps": 0},
+    # A process that hangs is lost after the longest phase.
+    "trainer": {"totalSteps": MANY_STEPS, "validateEverySteps": 0, "phaseTimeoutSeconds": 180},
     # A checkpoint is complete before the next step, so it is known how many steps a fault may cost.
-    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never", "async": False},
+    "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never", "async": False, "keep": 1},
 }
 HEADING = "| fault | reason | steps lost | to the next new step, s | retries |\n|---|---|---|---|---|"
 ACTOR, CRITIC = "ppojob.dev/pool=actor", "ppojob.dev/pool=critic"
@@ -45,13 +53,16 @@ for folder in sorted(pathlib.Path("/proc").glob("[0-9]*"), key=lambda each: int(
     except OSError:
         continue
     if int(folder.name) != os.getpid() and re.search(sys.argv[1], command):
-        os.kill(int(folder.name), 9)
+        os.kill(int(folder.name), int(sys.argv[2]))
         print(command)
         break
 else:
     sys.exit(f"no process is {sys.argv[1]}")
 """
-"""Kills the first process whose command line has a match."""
+"""Sends a signal to the first process whose command line has a match."""
+DISK_BYTES = 10 * 2**30
+"""Of the disk with the job's files: room for two checkpoints, of 3.3 GB each."""
+OUTAGE_SECONDS = 30
 
 
 def pods(site: Site, selector: str) -> list[str]:
@@ -66,11 +77,11 @@ def delete_pod(selector: str) -> Callable[[Site], None]:
     return inject
 
 
-def kill_process(selector: str, command: str) -> Callable[[Site], None]:
+def send_signal(selector: str, command: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Site], None]:
     def inject(site: Site) -> None:
         container = "ray-head" if selector == HEAD else "ray-worker"
         where = (pods(site, selector)[-1], f"--container={container}")
-        site.kubectl("exec", *where, "--", "python", "-c", KILL, command)
+        site.kubectl("exec", *where, "--", "python", "-c", KILL, command, str(int(number)))
 
     return inject
 
@@ -92,6 +103,53 @@ def delete_operator(site: Site) -> None:
     site.kubectl("delete", "pods", "--selector=app.kubernetes.io/name=ppojob-operator", "--force", "--grace-period=0")
 
 
+def kill_api_server(site: Site) -> None:
+    """Kill the API server, and start it again after a while."""
+    processes = Processes(site.cluster.layout)
+    record = processes.record("kube-apiserver")
+    assert record is not None
+    os.kill(record.pid, signal.SIGKILL)
+    time.sleep(OUTAGE_SECONDS)
+    processes.stop("kube-apiserver")
+    processes.start("kube-apiserver", record.command)
+    wait_until("the API server", lambda: "" if is_healthy(site.cluster.layout) else "not ready", limit=120, interval=1)
+
+
+def fill_disk(site: Site) -> None:
+    """Leave no room on the job's disk until its attempt has failed."""
+    attempt, filler = site.job(NAME)["status"]["attempt"], site.root(NAME) / "filler"
+    free = os.statvfs(filler.parent)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+
+    def missing() -> str:
+        failed = site.job(NAME)["status"].get("lastFailure", {}).get("attempt")
+        return "" if failed == attempt else f"the last failed attempt is {failed}"
+
+    try:
+        wait_until(f"the end of attempt {attempt}", missing, limit=LIMIT_SECONDS, interval=1)
+    finally:
+        filler.unlink()
+
+
+@contextmanager
+def disk_of_its_own(site: Site, image: Path) -> Iterator[None]:
+    """Give the job's folder a disk of `DISK_BYTES`, so that a full one harms nobody else."""
+    folder = site.root(NAME)
+    folder.mkdir(parents=True)
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    run(["mkfs.ext4", "-q", image], limit=60)
+    run(["mount", "-o", "loop", image, folder], limit=60)
+    try:
+        (folder / "lost+found").rmdir()
+        folder.chmod(0o777)
+        yield
+    finally:
+        run(["umount", folder], limit=60)
+        image.unlink()
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is done to the job, and what it may cost.
@@ -109,14 +167,19 @@ class Fault:
 FAULTS = {
     "a pod of the critic (1 of 2) is deleted": Fault(delete_pod(CRITIC), ("WorkerLost", "PodLost")),
     "the actor's pod is deleted": Fault(delete_pod(ACTOR), ("WorkerLost", "PodLost")),
-    "a process of the critic is killed": Fault(kill_process(CRITIC, r"^ray::WorkerProcess"), ("WorkerLost",)),
-    "the only engine's process is killed": Fault(kill_process(ACTOR, r"^VLLM::EngineCore"), ("WorkerLost",)),
+    "a process of the critic is killed": Fault(send_signal(CRITIC, r"^ray::WorkerProcess"), ("WorkerLost",)),
+    "the only engine's process is killed": Fault(send_signal(ACTOR, r"^VLLM::EngineCore"), ("WorkerLost",)),
     # By SIGKILL, as by the kernel when memory runs out.
     "the driver's process is killed": Fault(
-        kill_process(HEAD, r"^python -m ppojob_trainer\.main"), ("OutOfMemory",), counted="user"
+        send_signal(HEAD, r"^python -m ppojob_trainer\.main"), ("OutOfMemory",), counted="user"
     ),
+    "a process of the critic is stopped (SIGSTOP)": Fault(
+        send_signal(CRITIC, r"^ray::WorkerProcess", signal.SIGSTOP), ("PhaseTimeout",)
+    ),
+    "the disk is full when a checkpoint is saved": Fault(fill_disk, ("CheckpointUnwritable",), counted="user"),
     "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
     "the operator's pod is deleted": Fault(delete_operator),
+    f"the API server is killed, and started after {OUTAGE_SECONDS} s": Fault(kill_api_server),
     "the RayCluster is deleted": Fault(delete_cluster, ("ClusterDeleted",), counted="ignored", new_cluster=True),
     "the head's pod is deleted": Fault(delete_pod(HEAD), ("HeadLost",), new_cluster=True),
 }
@@ -144,7 +207,13 @@ class Recovery:
 
 
 @pytest.fixture(scope="module")
-def recoveries(site: Site, request: pytest.FixtureRequest) -> Iterator[dict[str, Recovery]]:
+def disk(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with disk_of_its_own(site, tmp_path_factory.mktemp("disk") / "image"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def recoveries(site: Site, disk: None, request: pytest.FixtureRequest) -> Iterator[dict[str, Recovery]]:
     """By fault; the job is completed afterwards."""
     selected = selected_faults(request.session.items)
     site.apply(NAME, CHANGES)
@@ -161,7 +230,7 @@ def recoveries(site: Site, request: pytest.FixtureRequest) -> Iterator[dict[str,
     site.await_condition(NAME, "Complete", "True", limit=LIMIT_SECONDS)
     print(f"\n\n{HEADING}\n{table(found)}")
     yield found
-    site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+    site.delete(NAME)
 
 
 def selected_faults(items: Sequence[pytest.Item]) -> dict[str, Fault]:

@@ -9,16 +9,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
 
 MINIBATCHES = 2
+NUM_LAYERS = 2
 Work = Callable[[ParallelMesh, Path, DataProto, Path], dict[str, Any]]
 
 
@@ -39,7 +42,7 @@ def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> 
     values = critic.forward(batch).padded("values", RESPONSE_LENGTH)
     names = [spec.name for spec in policy.weights().specs()]
     before = dict(zip(names, [tensor.clone() for tensor in policy.weights().gather()], strict=True))
-    gathered = make_policy(parallel, model, stays_gathered=True)
+    gathered = make_policy(parallel, model, stays_gathered=True, gradient_checkpointing=False)
     with mock.patch.object(FSDPModule, "unshard", autospec=True, side_effect=FSDPModule.unshard) as unshard:
         together = dict(zip(names, [tensor.clone() for tensor in gathered.weights().gather()], strict=True))
     metrics = {**policy.update(batch), **critic.update(batch)}
@@ -53,9 +56,23 @@ def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> 
         "before": before,
         "together": together,
         "num_unshards": unshard.call_count,
+        "sums_of_layer": sums_of_layer(parallel, gathered, batch),
         "weights": weights,
         "second": policy.update(batch),
     }
+
+
+def sums_of_layer(parallel: ParallelMesh, policy: FSDPEngine, batch: DataProto) -> float:
+    """How often the tensor-parallel ranks sum a tensor for a layer, in the forward and backward pass together."""
+    if parallel.tensor_mesh is None:
+        return 0.0
+    group = parallel.tensor_mesh.get_group()
+    passes: list[int] = []
+    policy.module.register_forward_hook(lambda *_: passes.append(1))
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sums:
+        policy.update(batch)
+    layers = NUM_LAYERS // parallel.dims.pipeline
+    return sum(call.kwargs.get("group") is group for call in sums.call_args_list) / (len(passes) * layers)
 
 
 def resume(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:

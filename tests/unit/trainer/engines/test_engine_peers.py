@@ -54,7 +54,7 @@ UNTIED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": peer_ranks.NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 12,
@@ -160,6 +160,12 @@ def test_layers_that_travel_together_are_gathered_once_for_a_push(seen: Seen) ->
         messages = 1 + (seen.dims.expert > 1)
         assert rank["num_unshards"] == messages, "the tiny model's layers are one message, divided experts another"
         torch.testing.assert_close(rank["together"], rank["before"], atol=0, rtol=0)
+
+
+def test_tensor_parallel_ranks_sum_four_tensors_of_a_layer(seen: Seen) -> None:
+    # Outputs of attention and MLP in the forward pass, gradients of their inputs in the backward pass.
+    expected = 4 if seen.dims.tensor > 1 else 0
+    assert [mine["sums_of_layer"] for mine in seen.ranks] == [expected] * len(seen.ranks)
 
 
 def test_the_update_is_that_of_one_rank(seen: Seen) -> None:

@@ -4,16 +4,18 @@
     o, down               by their inputs: the ranks' results are summed
     everything else       whole on each rank: embeddings, norms, output layer, value head
 
-Shoeybi et al. 2019, arXiv 1909.08053, section 3. All parameters become DTensors of the peers' mesh, so that FSDP makes
-them DTensors of one mesh of two dimensions, and norms, checkpoints and gathered weights need no case of their own. But
-a module computes with its parts of them, as plain tensors: for each operation on DTensors, torch's Python code takes
-longer than a GPU needs for most of them. Called while a model is built, before `lora` adds adapters to the divided
-layers, and before FSDP. It refuses families whose plan has more than these kinds; `divisions` says so before anything
-is loaded.
+Shoeybi et al. 2019, arXiv 1909.08053, section 3: two sums over the ranks in a layer's forward pass (of the outputs of o
+and down), and two in its backward pass (of the gradients of the inputs of attention and MLP). All parameters become
+DTensors of the peers' mesh, so that FSDP makes them DTensors of one mesh of two dimensions, and norms, checkpoints and
+gathered weights need no case of their own. But a module computes with its parts of them, as plain tensors: for each
+operation on DTensors, torch's Python code takes longer than a GPU needs for most of them. Called while a model is
+built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families whose plan has more than
+these kinds; `divisions` says so before anything is loaded.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class _Style:
 
     @property
     def by_outputs(self) -> bool:
-        """The ranks have equal inputs, and the gradients of these are parts."""
+        """The ranks have equal inputs, and the gradients of these are parts, which its block sums."""
         return self.dim == 0
 
     @property
@@ -95,6 +97,9 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
         style = next((style for pattern, style in styles.items() if pattern.fullmatch(name)), _WHOLE)
         _divide(part, mesh, style, WithParts if part in in_layers else _copied_with_parts)
         divided[part] = style
+    blocks = {names[part].rpartition(".")[0]: None for part, style in divided.items() if style.by_outputs}
+    for block in map(backbone.get_submodule, blocks):
+        _sum_gradient_of_input(block, mesh.get_group())
     for unit in [*layers, *(part for part in divided if part not in in_layers)]:
         _take_parts_before(unit, divided)
     if is_tied:
@@ -157,8 +162,6 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
         if style.by_inputs and "bias" in parts:
             # Added once, and not to each of the outputs that are summed.
             parts, bias = {**parts, "bias": None}, parts["bias"]
-        if style.by_outputs:
-            first = _equal_on_all(first, group)
         compute: Any = type(self).forward
         output: Tensor = compute(substitute(self, parts), first, *others, **options)
         if style.by_inputs:
@@ -166,6 +169,23 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
         return output if bias is None else output + bias
 
     module.forward = MethodType(forward, module)
+
+
+def _sum_gradient_of_input(block: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of a block's first input, which all of its modules that are divided by outputs read.
+
+    block: attention or MLP.
+    """
+    name = list(inspect.signature(type(block).forward).parameters)[1]
+
+    def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if name in options:
+            options[name] = _equal_on_all(options[name], group)
+        else:
+            inputs = (_equal_on_all(inputs[0], group), *inputs[1:])
+        return type(self).forward(self, *inputs, **options)
+
+    block.forward = MethodType(forward, block)
 
 
 def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> None:
@@ -211,8 +231,7 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3, here
-    for each module and not for each block)."""
+    """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3)."""
     found: Tensor = _EqualOnAll.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found
 
