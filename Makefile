@@ -230,7 +230,7 @@ e2e: install ## Run whole jobs on the cluster.
 	$(PYTEST) tests/e2e -m "not long"
 
 .PHONY: long
-long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved, real queues.
+long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved, faults, real queues, enforced NetworkPolicies.
 	$(PYTEST) tests/integration tests/e2e -m long
 
 # --- a release ---

@@ -92,9 +92,10 @@ MODULES = (
     ),
 )
 
-# Built where it is asked for by name: a cluster does without it.
+# Built where they are asked for by name: a cluster does without them.
 KUEUE = GoModule("kueue", _same("kueue"), asset_module="sigs.k8s.io/kueue")
-OPTIONAL = (KUEUE,)
+KUBE_ROUTER = GoModule("kube-router", _same("kube-router"))
+OPTIONAL = (KUEUE, KUBE_ROUTER)
 
 
 def ensure(layout: Layout, module: GoModule) -> bool:

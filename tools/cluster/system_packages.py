@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from tools.cluster.command import run
@@ -26,29 +27,31 @@ PACKAGES = {
 }
 
 
-def missing() -> list[str]:
+def missing(packages: Mapping[str, str] = PACKAGES) -> list[str]:
     """The packages whose program is not here."""
-    return [package for package, proof in PACKAGES.items() if not _is_there(proof)]
+    return [package for package, proof in packages.items() if not _is_there(proof)]
 
 
-def ensure() -> list[str]:
+def ensure(packages: Mapping[str, str] = PACKAGES) -> list[str]:
     """Install what is missing and return its names; the package lists are only fetched when the first try fails.
+
+    packages: as `PACKAGES`, by default those that every cluster needs.
 
     Raises:
         ClusterError: there is no apt-get, or it fails.
     """
-    wanted = missing()
+    wanted = missing(packages)
     if not wanted:
         return []
     if shutil.which("apt-get") is None:
         raise ClusterError(f"these packages are missing, and there is no apt-get to install them: {', '.join(wanted)}")
     with contextlib.suppress(ClusterError):
         _apt_get("install", "--yes", "--no-install-recommends", *wanted)
-    still = missing()
+    still = missing(packages)
     if still:
         _apt_get("update")
         _apt_get("install", "--yes", "--no-install-recommends", *still)
-    if unfit := missing():
+    if unfit := missing(packages):
         raise ClusterError(f"apt-get installed {', '.join(unfit)}, but the programs are not on PATH")
     return wanted
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tools.cluster import iptables
-from tools.cluster.iptables import removal_of_cluster_rules
+from tools.cluster.iptables import removal_of_chains, removal_of_cluster_rules
+from tools.cluster.kube_router import CHAINS
 
 OURS = "CNI-0123456789abcdef01234567"
 THEIRS = "CNI-fedcba9876543210fedcba98"
@@ -56,6 +57,29 @@ def test_chains_of_another_kubernetes_stay() -> None:
     assert "KUBE-" not in removal
     assert f"-X {OURS}" in removal.splitlines()
     assert found == 3
+
+
+def test_the_chains_of_a_firewall_go_and_those_of_kube_proxy_stay() -> None:
+    saved = """*filter
+:FORWARD ACCEPT [0:0]
+:KUBE-FORWARD - [0:0]
+:KUBE-POD-FW-ABC - [0:0]
+:KUBE-ROUTER-FORWARD - [0:0]
+-A FORWARD -m comment --comment "kube-router netpol" -j KUBE-ROUTER-FORWARD
+-A FORWARD -j KUBE-FORWARD
+-A KUBE-ROUTER-FORWARD -d 10.244.0.5/32 -j KUBE-POD-FW-ABC
+COMMIT
+"""
+    removal, _ = removal_of_chains(saved, CHAINS)
+    assert removal.splitlines() == [
+        "*filter",
+        '-D FORWARD -m comment --comment "kube-router netpol" -j KUBE-ROUTER-FORWARD',
+        "-F KUBE-POD-FW-ABC",
+        "-F KUBE-ROUTER-FORWARD",
+        "-X KUBE-POD-FW-ABC",
+        "-X KUBE-ROUTER-FORWARD",
+        "COMMIT",
+    ]
 
 
 def test_a_clean_table_needs_no_removal() -> None:
