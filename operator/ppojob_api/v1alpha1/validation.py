@@ -29,7 +29,7 @@ _REMEDIES = {
     "model_attributes_type": _SECTION,
     "dict_type": _SECTION,
 }
-"""What is said instead of pydantic's words, by its type of error."""
+"""Messages that replace those of pydantic, by its type of error."""
 _WHOLE_NUMBER = "write a whole number, without quotes and without a unit"
 _HINTS = {
     "int_type": _WHOLE_NUMBER,
@@ -40,7 +40,7 @@ _HINTS = {
     "string_type": "write it in quotes",
     "list_type": "write it as a list, [a, b], or with `- ` before each item",
 }
-"""What is said after pydantic's words, by its type of error."""
+"""Remedies that follow the messages of pydantic, by its type of error."""
 
 
 @dataclass(frozen=True)
