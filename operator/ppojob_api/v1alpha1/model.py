@@ -64,9 +64,9 @@ class TrainedModel(ApiModel):
     """true: gather each layer's weights from the role's GPUs for the forward pass and again for the backward pass, and
     free them in between. false: gather them once per optimizer step, and sum gradients over the GPUs at its end. false
     is faster, and needs memory on each GPU for the whole model in bfloat16 and for the trained parameters' gradients in
-    float32; of a pipeline, for a stage; of divided experts, for a GPU's own. Absent: false if the pool's GPUs have that
-    memory, and tensorParallelSize, pipelineParallelSize and expertParallelSize are 1. Results are the same up to
-    rounding."""
+    float32; with pipelineParallelSize for one stage only, and with expertParallelSize only for the GPU's own experts.
+    Absent: false if the pool's GPUs have that memory, and tensorParallelSize, pipelineParallelSize and
+    expertParallelSize are 1. Results are the same up to rounding."""
 
 
 class ActorModel(TrainedModel):

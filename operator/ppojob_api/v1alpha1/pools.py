@@ -95,9 +95,9 @@ class Pool(Scheduling):
     name: DNSLabel
     """Name of the pool; placement refers to it."""
     nodes: int = Field(default=1, ge=1, le=4096)
-    """Number of Ray worker pods. With elastic: left out."""
+    """Number of Ray worker pods. Leave it out with elastic."""
     elastic: ElasticNodes | None = None
-    """The pool only generates, and its pods may be lost, pre-empted or added at any time: no attempt ends for that.
+    """The pool only generates, and its pods may be lost, pre-empted or added at any time without ending the attempt.
     Absent: the pods are fixed while an attempt runs."""
     min_nodes: int | None = Field(default=None, ge=1, le=4096)
     """Smallest number of pods for autoBalance. Absent: nodes."""

@@ -173,12 +173,12 @@ class GPUUsage(ApiModel):
     role of its pool computes."""
 
     gpu_hours: Number
-    """GPU-hours for which the job has held GPUs."""
+    """GPU-hours of the job so far."""
     idle_gpu_hours: Number
     """Idle GPU-hours, part of gpuHours: until the end of the first step, loading, saving, between attempts, and in a
     step the share in which the pool waits, as in pools[].busyFraction."""
     gpus: int = Field(ge=0)
-    """GPUs that the job held at `time`. gpuHours does not include the time since then yet."""
+    """GPUs that the job had at `time`. gpuHours does not include the time since then yet."""
     busy_fraction: Number
     """Share of these GPUs that computed at `time`, as in the last step; 0 outside the steps."""
     time: Time
@@ -259,7 +259,7 @@ class PPOJobStatus(ApiModel):
     stop: StopStatus | None = None
     """The last graceful stop that the operator requested."""
     gpu_usage: GPUUsage | None = None
-    """GPU time of the job. Absent: it has held none."""
+    """GPU time of the job. Absent: it has had no GPUs yet."""
     notifications: NotificationsStatus | None = None
     """Notifications to the administrator's receiver. Absent: none was due."""
     queue_name: Name | None = None

@@ -118,7 +118,7 @@ def pinned(ref: TemplateRef, raw: Mapping[str, Any]) -> PinnedTemplate:
 def template_problems(raw: Mapping[str, Any]) -> list[FieldError]:
     """Return what is wrong with the spec of a template, whatever a job adds to it."""
     try:
-        PPOJobTemplateSpec.model_validate(raw)
+        PPOJobTemplateSpec.model_validate(raw, by_alias=True, by_name=False)
     except ValidationError as error:
         return explained(error)
     return []

@@ -254,8 +254,8 @@ class ScheduleSpec(ApiModel):
     trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
     max_staleness: int | None = Field(default=None, ge=1, le=4)
-    """With mode OneStepOff: maximum number of steps by which the weights that generate a response, or with which it
-    begins if weightUpdates is InFlight, are older than the weights that it trains. Absent: 1. Fixed once the job is
+    """With mode OneStepOff: maximum age of the weights that generate a response when the response is trained, in steps.
+    With weightUpdates InFlight: of the weights with which the response begins. Absent: 1. Fixed once the job is
     accepted."""
     weight_updates: WeightUpdates | None = None
     """With mode OneStepOff: when the engines get new weights. BetweenGenerations: every maxStaleness steps, when no

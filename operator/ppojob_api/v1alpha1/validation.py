@@ -14,17 +14,33 @@ from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.spelling import REMEDY_OF
+from ppojob_api.v1alpha1.suggestions import suggestion
 
 UNKNOWN_FIELD = "there is no such field: correct its name or remove it"
-"""What is said of a field that this version does not have."""
+"""How the message on a field begins that this version does not have; a similar field may follow."""
 MISSING_FIELD = "this field is required: add it"
 QUEUE_LABEL_PATH = f"metadata.labels[{constants.LABEL_QUEUE}]"
 _NOT_FILLED_IN = "default_factory_not_called"
 """Pydantic's type of error for a default that depends on a field that has an error itself."""
+_SECTION = "must be a section with fields: add them, or remove it"
 _REMEDIES = {
-    "extra_forbidden": UNKNOWN_FIELD,
     "missing": MISSING_FIELD,
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
+    "dict_type": _SECTION,
 }
+"""Messages that replace those of pydantic, by its type of error."""
+_WHOLE_NUMBER = "write a whole number, without quotes and without a unit"
+_HINTS = {
+    "int_type": _WHOLE_NUMBER,
+    "int_parsing": _WHOLE_NUMBER,
+    "int_from_float": _WHOLE_NUMBER,
+    "float_type": "write a number, without quotes and without a unit",
+    "bool_type": "write true or false, without quotes",
+    "string_type": "write it in quotes",
+    "list_type": "write it as a list, [a, b], or with `- ` before each item",
+}
+"""Remedies that follow the messages of pydantic, by its type of error."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,8 @@ def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
         SpecError: with every problem: each field's path, its value, and what would be right.
     """
     try:
-        spec = PPOJobSpec.model_validate(raw)
+        # Names of Python are not names of the API: the API server refuses `max_num_seqs`, too.
+        spec = PPOJobSpec.model_validate(raw, by_alias=True, by_name=False)
     except ValidationError as error:
         raise SpecError(explained(error)) from error
     problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
@@ -119,15 +136,27 @@ def parse_manifest(
 
 def explained(error: ValidationError) -> list[FieldError]:
     """Return the problems that pydantic found in a spec, with the words of this package."""
-    return [_explain(detail) for detail in error.errors(include_url=False) if detail["type"] != _NOT_FILLED_IN]
+    # A template has other fields than a job, so a field of a job would be no remedy.
+    suggests = error.title == PPOJobSpec.__name__
+    details = error.errors(include_url=False)
+    return [_explain(detail, suggests) for detail in details if detail["type"] != _NOT_FILLED_IN]
 
 
-def _explain(detail: ErrorDetails) -> FieldError:
+def _explain(detail: ErrorDetails, suggests: bool) -> FieldError:
     path = "spec" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
     value = None if detail["type"] == "missing" else detail["input"]
     if detail["type"] == "string_pattern_mismatch":
         return FieldError(path, _short(value), REMEDY_OF[detail["ctx"]["pattern"]])
-    return FieldError(path, _short(value), _REMEDIES.get(detail["type"], detail["msg"]))
+    return FieldError(path, _short(value), _message(detail, path, suggests))
+
+
+def _message(detail: ErrorDetails, path: str, suggests: bool) -> str:
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        meant = suggestion(path) if suggests else None
+        return f"{UNKNOWN_FIELD}; did you mean {meant}?" if meant else UNKNOWN_FIELD
+    hint = f": {_HINTS[kind]}" if kind in _HINTS else ""
+    return _REMEDIES.get(kind, f"{detail['msg']}{hint}")
 
 
 def _short(value: object) -> object:

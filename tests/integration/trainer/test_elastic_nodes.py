@@ -231,5 +231,5 @@ def test_nodes_leave_and_join_and_every_response_is_that_of_its_seed(
     with caplog.at_level(logging.WARNING):
         asyncio.run(whole_story(nodes, tmp_path))
 
-    assert "once more, without the engines that were lost meanwhile" in caplog.text
+    assert "the weights are sent again, without the engines that were lost meanwhile" in caplog.text
     assert "no engine is left: waiting for pods of the elastic pools spot" in caplog.text

@@ -107,3 +107,53 @@ def patterns_in(schema: object) -> Iterator[str]:
     if isinstance(schema, list):
         for part in schema:
             yield from patterns_in(part)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "meant"),
+    [
+        (("data",), "maxResponseLenght", "did you mean maxResponseLength?"),
+        (("rollout",), "gpu_memory_utilization", "did you mean gpuMemoryUtilization?"),
+        (("pools", 0), "gpuPerNode", "did you mean gpusPerNode?"),
+        (("rollout",), "maxResponseLength", "did you mean spec.data.maxResponseLength?"),
+        (("data", "train"), "trainBatchSize", "did you mean spec.data.trainBatchSize?"),
+        (("actor",), "gradientCheckpointing", "did you mean spec.model.actor.gradientCheckpointing?"),
+        (("trainer",), "stepz", "correct its name or remove it"),
+        # More than three sections have it.
+        (("trainer",), "path", "correct its name or remove it"),
+    ],
+)
+def test_a_field_that_may_be_meant_is_named(section: tuple[str | int, ...], name: str, meant: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(with_changes({("spec", *section, name): 1}))
+
+    (message,) = [error.message for error in caught.value.errors if error.path.endswith(f".{name}")]
+    assert message.startswith("there is no such field: ")
+    assert message.endswith(meant)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "remedy"),
+    [
+        ("runPolicy", "activeDeadlineSeconds", "4h", "without quotes and without a unit"),
+        ("trainer", "totalSteps", 1.5, "write a whole number"),
+        ("actor", "learningRate", "small", "write a number"),
+        ("data", "shuffle", "yes", "write true or false, without quotes"),
+        ("reward", "type", 1, "'Function', 'Model' or 'Both'"),
+        ("storage", "claimName", 1, "write it in quotes"),
+        ("placement", "rollout", "actor", "write it as a list, [a, b]"),
+        ("algorithm", "kl", None, "must be a section with fields: add them, or remove it"),
+        ("algorithm", "kl", True, "must be a section with fields: add them, or remove it"),
+        ("reward", "function", {"module": "a", "kwargs": 1}, "must be a section with fields: add them, or remove it"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_how_to_write_it(
+    section: str, name: str, value: object, remedy: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(with_changes({("spec", section, name): value}))
+
+    assert any(remedy in error.message and error.path.startswith(f"spec.{section}") for error in caught.value.errors), (
+        str(caught.value)
+    )
+    assert "instance of" not in str(caught.value), "a name of our classes"

@@ -38,6 +38,16 @@ def parse_all(text: str) -> list[Any]:
     return list(yaml.load_all(text, Loader=Loader))
 
 
+def in_one_line(error: yaml.YAMLError) -> str:
+    """Return in one line where a text is not YAML, why, and what to check."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    is_structure = isinstance(error, yaml.parser.ParserError | yaml.scanner.ScannerError)
+    check = ": check this line, and the indentation of the lines above it; indent with spaces" if is_structure else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}{check}"
+
+
 def parse(text: str) -> Any:
     """Return the one document of a text.
 

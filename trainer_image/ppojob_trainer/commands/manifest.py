@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.template_reference import TemplateKind
 from ppojob_api.v1alpha1.templates import document_problems, parse_among
 from ppojob_api.v1alpha1.validation import FieldError, SpecError, parse_manifest
-from ppojob_trainer.commands.kubernetes_yaml import parse_all
+from ppojob_trainer.commands.kubernetes_yaml import in_one_line, parse_all
 from ppojob_trainer.commands.local_paths import with_absolute_paths
 from ppojob_trainer.commands.overrides import apply_override
 
@@ -119,7 +119,7 @@ def _documents(path: Path) -> list[Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: it cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ManifestError(f"{path}: it is not YAML: {' '.join(str(error).split())}") from error
+        raise ManifestError(f"{path}: it is not YAML: {in_one_line(error)}") from error
 
 
 def _shown(document: object) -> str:

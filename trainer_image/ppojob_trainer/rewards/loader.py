@@ -58,7 +58,7 @@ def load_reward_function(source: FunctionSource, field_name: str = "reward.funct
         RewardImportError: says what could not be imported, why, and what to do.
     """
     function = _function(_module(source, field_name), source)
-    _check_call(function, source.bound, f"{source.name} of {source.where}")
+    _check_call(function, source, field_name)
     return cast(ComputeScore, functools.partial(function, **source.bound) if source.bound else function)
 
 
@@ -105,16 +105,18 @@ def _function(loaded: ModuleType, source: FunctionSource) -> Callable[..., Any]:
         raise RewardImportError(str(error)) from error
 
 
-def _check_call(function: Callable[..., Any], bound: Mapping[str, Any], what: str) -> None:
+def _check_call(function: Callable[..., Any], source: FunctionSource, field_name: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         # Some built-in callables have no signature; the first call will show it.
         return
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **bound)
+        signature.bind(**dict.fromkeys(ARGUMENTS), **source.bound)
     except TypeError as error:
-        wanted = ", ".join(f"{key}=" for key in [*ARGUMENTS, *bound])
+        names = [*ARGUMENTS, *source.bound]
         raise RewardImportError(
-            f"{what} has the signature {signature} and cannot be called with {wanted}: {error}"
+            f"{field_name}: {source.name} of {source.where} has the signature {signature} and cannot be called with "
+            f"{', '.join(f'{name}=' for name in names)}: {error}. Define {source.name}({', '.join(names)}), or correct "
+            f"{field_name}.kwargs and extract"
         ) from error

@@ -94,10 +94,12 @@ def test_a_merge_key_brings_in_what_is_not_given(tmp_path: Path) -> None:
         ("kind: ConfigMap\nmetadata: {name: x}\n", "it contains ConfigMap x"),
         ("kind: PPOJob\n---\nkind: PPOJob\nmetadata: {name: b}\n", "it contains PPOJob, PPOJob b"),
         ("a: [1\n", "it is not YAML"),
+        ("spec:\n  a: {}\nb: {}\n  c: {}\n", "line 4, column 3: expected <block end>"),
+        ("spec:\n\ta: 1\n", "any token: check this line, and the indentation"),
         ("a: 1\na: 2\n", "a is given twice"),
         ("a: !!python/object:os.system {}\n", "it is not YAML"),
     ],
-    ids=["empty", "a list", "another kind", "two jobs", "broken", "a key twice", "code"],
+    ids=["empty", "a list", "another kind", "two jobs", "broken", "indentation", "a tab", "a key twice", "code"],
 )
 def test_a_file_without_one_job_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ManifestError) as caught:

@@ -38,7 +38,7 @@ def test_prompt_and_response_above_the_context_are_refused_with_the_numbers() ->
 
     assert str(raised.value) == (
         "the critic's model /m takes at most 64 tokens, and data.maxPromptLength 25 + data.maxResponseLength 40 are "
-        "65: lower one of them to 64 together, or use a model with a longer context"
+        "65: lower one of them until their sum is 64, or use a model with a longer context"
     )
 
 

@@ -79,6 +79,11 @@ def test_an_installed_module() -> None:
             "compute_score of ppojob_trainer.rewards.vader_sentiment has the signature .* extract=: got an unexpected "
             "keyword argument 'extract'",
         ),
+        (
+            {"module": "json", "name": "dumps", "kwargs": {"bonus": 1}},
+            r"^reward.function: dumps of json has the signature .*Define dumps\(data_source, solution_str, "
+            r"ground_truth, extra_info, bonus\), or correct reward.function.kwargs and extract$",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments, message) -> None:

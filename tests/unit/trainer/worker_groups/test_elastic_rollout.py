@@ -314,7 +314,7 @@ async def test_an_engine_that_is_lost_in_a_push_costs_one_more_push(caplog: pyte
         await weights.push(1)
 
     assert pool.rollout.ranks == [0]
-    assert "once more, without the engines that were lost meanwhile" in caplog.text
+    assert "the weights are sent again, without the engines that were lost meanwhile" in caplog.text
     again = len([call for call in pool.replicas.calls if call == ("update_weights", 0)])
     assert again == weights_of_first + 2
 

@@ -36,7 +36,7 @@ async def test_a_push_in_flight_is_repeated_if_the_generation_found_the_loss_fir
 
     assert pool.rollout.ranks == [0]
     assert (pool.replicas.killed, pool.rollout.num_lost) == ([1], 1)
-    assert "once more, without the engines that were lost meanwhile" in caplog.text
+    assert "the weights are sent again, without the engines that were lost meanwhile" in caplog.text
 
 
 async def test_an_engine_whose_loss_is_found_twice_is_lost_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -270,7 +270,7 @@ def trackers(draft: Draft) -> None:
 
 def cluster(draft: Draft) -> None:
     """What verl does not know of."""
-    draft.values["image"] = f"ppojob-trainer:{version('ppojob')}"
+    draft.values["image"] = f"ppojob-trainer-cuda:{version('ppojob')}"
     draft.values["storage.claimName"] = "ppojob-data"
     draft.values["storage.mountPath"] = MOUNT
     draft.to_fill.append(("image", "the trainer's image in your registry"))

@@ -27,7 +27,7 @@ from ppojob_trainer.commands.convert.scripts.bash_run import (
     evaluate,
 )
 from ppojob_trainer.commands.convert.scripts.launches import OVERRIDE, Launch, Program, chosen, launch_of, launches
-from ppojob_trainer.commands.kubernetes_yaml import parse
+from ppojob_trainer.commands.kubernetes_yaml import in_one_line, parse
 from ppojob_trainer.commands.manifest import ManifestError
 
 _OPTION = re.compile(r"--?(config-name|cn|config-path|cp|config-dir|cd)(?:=(.*))?", re.DOTALL)
@@ -234,7 +234,7 @@ def read_yaml(path: Path, text: str) -> Settings:
     try:
         raw = parse(text)
     except yaml.YAMLError as error:
-        raise ManifestError(f"{path}: it is not YAML: {' '.join(str(error).split())}") from error
+        raise ManifestError(f"{path}: it is not YAML: {in_one_line(error)}") from error
     if not isinstance(raw, dict) or not {"actor_rollout_ref", "data", "trainer", "algorithm"} & raw.keys():
         raise ManifestError(f"{path}: it is not a configuration of verl: it has no actor_rollout_ref, data or trainer")
     return Settings(dict(flat(raw)), is_whole=True)

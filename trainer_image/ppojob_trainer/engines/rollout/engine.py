@@ -222,7 +222,7 @@ class RolloutEngine:
             await self._running().update_weight_version(str(len(self._versions) - 1))
             await self._running().resume_generation()
         except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited before it went on: {error}") from error
+            raise EngineLostError(f"vLLM's engine exited before it continued: {error}") from error
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache."""

@@ -95,8 +95,8 @@ def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec
     if limit is not None and prompt + response > limit:
         raise ModelMismatchError(
             f"the {role}'s model {path} takes at most {limit} tokens, and data.maxPromptLength {prompt} + "
-            f"data.maxResponseLength {response} are {prompt + response}: lower one of them to {limit} together, or use "
-            "a model with a longer context"
+            f"data.maxResponseLength {response} are {prompt + response}: lower one of them until their sum is {limit}, "
+            "or use a model with a longer context"
         )
 
 

@@ -190,7 +190,7 @@ class WeightsGroup:
                 await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
                 if number == _MAX_TRIES or before == self._members():
                     raise
-                logger.warning("%s: once more, without the engines that were lost meanwhile", failure)
+                logger.warning("%s: the weights are sent again, without the engines that were lost meanwhile", failure)
         raise AssertionError("the last try returns or raises")
 
     async def _sent(self, version: int) -> dict[str, float]:

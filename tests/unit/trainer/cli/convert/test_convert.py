@@ -111,6 +111,7 @@ def test_what_the_user_must_fill_in_stands_at_the_files_head(script: str) -> Non
     text = convert(read([script], Options(runs=False))).to_yaml()
 
     assert "#   spec.image: " in text
+    assert "image: ppojob-trainer-cuda:" in text, "verl's launches are for GPUs"
     assert "#   spec.data.train.files.paths: verl read $HOME/data/math/train.parquet: the pods must find it" in text
     parse_manifest(yaml.safe_load(text))
 
