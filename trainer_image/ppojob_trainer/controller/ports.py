@@ -181,6 +181,10 @@ class Generating(Protocol[B]):
         """
         ...
 
+    async def abort(self) -> None:
+        """Drop what the engines have not finished, or not reported."""
+        ...
+
     async def end(self) -> None:
         """Release what the engines need only for generation; they have no work left."""
         ...
@@ -195,6 +199,10 @@ class DataPort(Protocol[B]):
         Args:
             count: number of prompts; fewer come at the end of an epoch. None: those of a whole batch.
         """
+        ...
+
+    async def give_back(self, step: int, used: int) -> None:
+        """Keep only the first `used` prompts of `step`, the latest one; the next step gets the others first."""
         ...
 
     async def validation_prompts(self) -> Prompts[B]:

@@ -57,6 +57,11 @@ class FakeData:
         rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
         return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
 
+    async def give_back(self, step: int, used: int) -> None:
+        before = max((each for each in self.positions if each < step), default=0)
+        assert self.positions[before] + used <= self.position
+        self.position = self.positions[step] = self.positions[before] + used
+
     async def validation_prompts(self) -> FakePrompts:
         return FakePrompts(FakeBatch(2, {"validation": 1.0}))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
-from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, SamplingSettings, mixed_groups
+from ppojob_trainer.controller.dynamic_sampling import Candidates, DynamicSampler, SamplingSettings, is_mixed
 from ppojob_trainer.controller.errors import BatchNotFilledError
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, Run
@@ -16,9 +16,9 @@ from tests.unit.trainer.controller.fake_ports import FakeData
 from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, number_of
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
-TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/")
+TIMES = ("timing", "perf/throughput", "perf/time_per_step", "pool/", "overlap/", "sampling/surplus")
 NUM_PROMPTS = 6
-SETTINGS = {"sampling": SamplingSettings(NUM_PROMPTS, NUM_ROWS, max_rounds=10)}
+SETTINGS = {"sampling": SamplingSettings(NUM_PROMPTS, NUM_ROWS, max_batches=10)}
 
 
 def data_of(run: Run) -> FakeData:
@@ -32,7 +32,7 @@ def numbers_of(run: Run) -> Any:
         step: {name: value for name, value in record.items() if not name.startswith(TIMES)}
         for step, record in run.monitor.records.items()
     }
-    return records, run.world.actor, run.world.critic, run.checkpoints.saved, data_of(run).counts
+    return records, run.world.actor, run.world.critic, run.checkpoints.saved, data_of(run).positions
 
 
 def watch_batches(run: Run) -> dict[int, FakeBatch]:
@@ -60,7 +60,7 @@ async def test_all_modes_give_the_same_numbers(make_run: MakeRun, reward: str, e
         numbers.append(numbers_of(run))
 
     assert numbers[0] == numbers[1] == numbers[2]
-    assert any(len(rounds) > 1 for rounds in numbers[0][-1].values()), "a step must need a second round"
+    assert any(len(requests) > 1 for requests in data_of(run).counts.values()), "a step must request further prompts"
 
 
 async def test_a_batch_has_the_first_prompts_whose_scores_differ(make_run: MakeRun) -> None:
@@ -125,7 +125,7 @@ async def test_other_phases_wait_for_the_full_batch(make_run: MakeRun) -> None:
 
 
 async def test_a_limit_ends_the_run_by_name(make_run: MakeRun) -> None:
-    run = make_run(steps=1, settings={"sampling": SamplingSettings(NUM_PROMPTS, NUM_ROWS, max_rounds=3)})
+    run = make_run(steps=1, settings={"sampling": SamplingSettings(NUM_PROMPTS, NUM_ROWS, max_batches=3)})
     run.world.share_of_mixed = 0.0
 
     with pytest.raises(
@@ -149,16 +149,3 @@ def test_a_group_needs_two_different_scores(scores: list[float | None], expected
     assert mixed_groups(scores, 2) == expected
 
 
-def test_the_request_follows_the_latest_rounds() -> None:
-    sampler: DynamicSampler[FakeBatch] = DynamicSampler(SamplingSettings(10, 2, 5))
-    assert sampler.request(10) == 10
-    sampler.observe(5, 10)
-    assert sampler.request(10) == 20
-    sampler.observe(10, 10)
-    # (0.5 * 5 + 10) / (0.5 * 10 + 10) = 5 / 6.
-    assert sampler.request(10) == 12
-    assert sampler.request(1) == 8, "fewer would leave engines idle"
-
-    other: DynamicSampler[FakeBatch] = DynamicSampler(SamplingSettings(10, 2, 5))
-    other.load_state_dict(sampler.state_dict())
-    assert other.request(10) == 12
