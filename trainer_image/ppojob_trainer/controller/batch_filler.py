@@ -65,7 +65,8 @@ class FillerCalls(Generic[B]):
 class Filled(Generic[B]):
     """A batch of prompts whose scores differ.
 
-    rollout: the columns of the responses. scores: of the prompts up to the last of the batch. epoch: of that prompt.
+    rollout: the columns of the responses. scores: of all responses that were scored for it, also those that it does not
+    use. epoch: of its last prompt.
     """
 
     batch: B
@@ -94,7 +95,8 @@ class BatchFiller(Generic[B]):
         self._sampler, self._generation, self._calls = sampler, generation, calls
         self._step, self._is_streamed = step, is_streamed
         self._candidates = Candidates(sampler)
-        self._parts = Chain[B]([_BATCH, *calls.sources])
+        self._parts = Chain[B]([_BATCH])
+        self._scores: dict[str, list[B]] = {source: [] for source in calls.sources}
         self._metrics: list[tuple[int, Metrics]] = []
         self._epochs: list[int] = []
         self._responses: list[Part[B]] = []
@@ -188,7 +190,7 @@ class BatchFiller(Generic[B]):
         # Some responses may have been lost meanwhile.
         kept = set(self._parts.keep(_BATCH, Part(rows, scored.batch)))
         for source, scores in scored.scores.items():
-            self._parts.keep(source, Part(rows, scores))
+            self._scores[source].append(scores)
         self._metrics.append((len(rows), scored.metrics))
         known = {row: value for row, value in zip(rows, scored.values, strict=True) if row in kept}
         self._candidates.learn(known.keys(), known.values())
@@ -197,7 +199,7 @@ class BatchFiller(Generic[B]):
         settings, used, requested = self._sampler.settings, self._num_used, self._candidates.num_requested
         surplus = frozenset(range(used * settings.num_samples, requested * settings.num_samples))
         self._parts.drop(sorted(surplus))
-        found = self._parts.found()
+        batch = self._parts.found()[_BATCH]
         responses = [part for each in self._responses if (part := each.without(surplus)) is not None]
         rows = [
             group * settings.num_samples + sample
@@ -205,9 +207,9 @@ class BatchFiller(Generic[B]):
             for sample in range(settings.num_samples)
         ]
         return Filled(
-            batch=found.pop(_BATCH).take(rows),
+            batch=batch.take(rows),
             rollout=join_parts((part.rows, part.batch) for part in responses).take(rows),
-            scores=found,
+            scores={source: _joined(tables) for source, tables in self._scores.items()},
             metrics={
                 **_means(self._metrics),
                 "sampling/prompts": float(used),
@@ -221,6 +223,11 @@ class BatchFiller(Generic[B]):
     @property
     def _num_finished(self) -> int:
         return sum(len(part.rows) for part in self._responses)
+
+
+def _joined(parts: Sequence[B]) -> B:
+    starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    return join_parts((range(start, start + len(part)), part) for start, part in zip(starts, parts, strict=True))
 
 
 def _means(found: Sequence[tuple[int, Metrics]]) -> dict[str, float]:
