@@ -170,9 +170,8 @@ class Generating(Protocol[B]):
     """One generation by the engines of a pool, from `RolloutPort.begin` on."""
 
     async def exchange(self, engine: int, rows: Sequence[int], prompts: B | None, num_rows: int) -> Reported[B]:
-        """Give an engine more work, and return what it has finished meanwhile.
-
-        A sample's seed depends only on run seed, step, prompt and sample number.
+        """Give an engine more work, and return what it has finished meanwhile. A sample's seed depends only on run seed,
+        step, prompt and sample number.
 
         Args:
             rows: numbers under which the engine reports the responses to `prompts`.
@@ -244,8 +243,7 @@ class RolloutPort(Protocol[B]):
     def begin(self, step: int, *, is_validation: bool) -> Generating[B]:
         """Begin a generation; the one before must have ended.
 
-        Args:
-            is_validation: sample with the parameters of validation, and keep what the next generation needs.
+        is_validation: sample with the parameters of validation, and keep what the next generation needs.
         """
         ...
 

@@ -5,6 +5,7 @@ Which prompts a batch has is computed here from their numbers alone, and compare
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count, islice
@@ -15,13 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ppojob_api.v1alpha1.training import ScheduleMode
+from ppojob_trainer.controller.batch_filler import BatchFiller, FillerCalls, Scored
 from ppojob_trainer.controller.dynamic_sampling import Candidates, DynamicSampler, SamplingSettings, is_mixed
 from ppojob_trainer.controller.errors import BatchNotFilledError
+from ppojob_trainer.controller.generation import Generation, Writing
+from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import SPLIT, MakeRun, Run
-from tests.unit.trainer.controller.fake_ports import FakeData
-from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, Loss, number_of
+from tests.unit.trainer.controller.fake_engines import FakeCapacity, FakeReport
+from tests.unit.trainer.controller.fake_ports import EPOCH_PROMPTS, FakeData, fake_ports
+from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, Loss, World, number_of
 from tests.unit.trainer.controller.timed_engines import TimedRollouts, uneven
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
@@ -87,7 +92,46 @@ def check_batches(run: Run, batches: Mapping[int, FakeBatch], steps: Iterable[in
         assert data_of(run).positions[step] == expected[-1] + 1, "the others come again in the next step"
         record = run.monitor.records[step]
         assert record["sampling/prompts"] == expected[-1] + 1 - start
+        assert record["training/epoch"] == expected[-1] // EPOCH_PROMPTS
         assert record["sampling/kept_share"] == NUM_PROMPTS / record["sampling/prompts"]
+
+
+async def test_a_batch_waits_for_responses_that_were_scored_and_lost() -> None:
+    sampler, data = DynamicSampler(SamplingSettings(2, 2, 5)), FakeData(World())
+    phases = Phases({"rollout": "a"}, 1000.0)
+    generation = Generation(fake_ports(data.world), phases)
+
+    async def score(batch: FakeBatch) -> Scored[FakeBatch]:
+        return Scored(batch, {"reward": batch}, [float(sample) for _, sample in batch.rows], {})
+
+    async def write(work: Writing[FakeBatch]) -> None:
+        async def report(engine: int, *rows: int) -> bool:
+            work.settle(("rollout", engine), FakeReport(rows, FakeBatch(len(rows), {"response": 1.0})), 0.0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return work.is_closed
+
+        work.queue.take(("rollout", 0))
+        assert not await report(0, 0, 1)
+        work.settle(("rollout", 0), FakeReport(failure=RuntimeError("lost"), are_rows_lost=True), 0.0)
+        work.queue.join(("rollout", 1), FakeCapacity())
+        work.queue.take(("rollout", 1))
+        assert not await report(1, 2, 3), "the first prompt is not known any more"
+        assert await report(1, 0, 1)
+
+    generation.run = write  # type: ignore[method-assign, assignment]
+    calls = FillerCalls(
+        lambda count: data.prompts(1, count),
+        lambda used: data.give_back(1, used),
+        asyncio.Event().wait,
+        score,
+        ["reward"],
+    )
+    filler = BatchFiller(sampler, generation, calls, 1, is_streamed=True)
+
+    filled = await data.world.time.run(filler.fill())
+
+    assert filled.batch.rows == ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,9 +144,11 @@ async def test_a_batch_has_the_first_prompts_whose_scores_differ(make_run: MakeR
     check_batches(run, batches, (1, 2, 3))
     for step in (1, 2, 3):
         record = run.monitor.records[step]
-        requested = sum(data_of(run).counts[step])
-        assert record["sampling/surplus_prompts"] == requested - record["sampling/prompts"]
+        assert 0 <= record["sampling/surplus_prompts"] <= sum(data_of(run).counts[step]) - record["sampling/prompts"]
         assert 0 <= record["sampling/surplus_samples"] <= NUM_ROWS * record["sampling/surplus_prompts"]
+    assert any(
+        record["sampling/surplus_prompts"] for record in run.monitor.records.values() if "sampling/prompts" in record
+    )
 
 
 PLACES = {
@@ -128,13 +174,12 @@ def engines_of(run: Run) -> TimedRollouts:
     return engines
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     mode=st.sampled_from(MODES),
     place=st.sampled_from(sorted(PLACES)),
-    num_engines=st.integers(1, 4),
-    num_slots=st.integers(1, 8),
+    engines=st.tuples(st.integers(1, 4), st.integers(1, 8)),
     share=st.sampled_from([0.25, 0.5, 0.9]),
     reward=st.sampled_from(["Function", "Both"]),
     reward_s=st.floats(0.01, 20.0),
@@ -144,12 +189,12 @@ async def test_neither_times_nor_engines_change_a_batch(
     seed: int,
     mode: ScheduleMode,
     place: str,
-    num_engines: int,
-    num_slots: int,
+    engines: tuple[int, int],
     share: float,
     reward: str,
     reward_s: float,
 ) -> None:
+    num_engines, num_slots = engines
     places = {**PLACES[place], "reward_model": PLACES[place]["critic"]}
     run = timed_run(
         make_run, seed, schedule_of(mode), num_engines=num_engines, num_slots=num_slots, steps=3, save_every=1,
@@ -172,9 +217,7 @@ async def test_neither_times_nor_engines_change_a_batch(
 async def test_a_killed_run_continues_with_the_same_batches(make_run: MakeRun, seed: int) -> None:
     def fresh(steps: int = 4, found: Restored[FakeBatch] | None = None) -> Run:
         schedule = schedule_of(ScheduleMode.OVERLAPPED)
-        return timed_run(
-            make_run, seed, schedule, num_engines=2, num_slots=3, steps=steps, save_every=1, found=found
-        )
+        return timed_run(make_run, seed, schedule, num_engines=2, num_slots=3, steps=steps, save_every=1, found=found)
 
     whole = fresh()
     expected = watch_batches(whole)
@@ -208,7 +251,9 @@ async def test_engines_do_not_wait_for_the_end_of_a_round(make_run: MakeRun) -> 
         await run()
         check_batches(run, batches, range(1, 7))
         # From the first request of a step to the full batch.
-        spans = [(run.world.at(f"prompts {n}", "start"), run.world.at(f"old_log_prob {n}", "start")) for n in range(1, 7)]
+        spans = [
+            (run.world.at(f"prompts {n}", "start"), run.world.at(f"old_log_prob {n}", "start")) for n in range(1, 7)
+        ]
         seconds[is_streamed] = sum(end - start for start, end in spans)
         idle[is_streamed] = 1 - engines_of(run).busy_s / (seconds[is_streamed] * 2 * 4)
     print(f"filling: {seconds[True] / seconds[False]:.2f} of the time, idle {idle[False]:.2f} -> {idle[True]:.2f}")
@@ -220,16 +265,18 @@ async def test_engines_do_not_wait_for_the_end_of_a_round(make_run: MakeRun) -> 
 @pytest.mark.parametrize("suffix", ["", "_shared"])
 @pytest.mark.parametrize("loses_rows", [False, True])
 async def test_a_lost_engine_changes_no_batch(make_run: MakeRun, suffix: str, loses_rows: bool) -> None:
-    pools = {**SPLIT, "rollout_shared": "c"}
-    for exchange in (1, 2):
+    pools, was_lost = {**SPLIT, "rollout_shared": "c"}, 0.0
+    for exchange in range(1, 7):
         run = make_run(steps=3, pool_of=pools, shared=["rollout_shared"], settings=SETTINGS)
-        run.world.losses[suffix, 0, 2] = Loss(1.0, loses_rows, exchange=exchange)
+        run.world.losses[suffix, 0, 2] = Loss(4.0, loses_rows, exchange=exchange)
+        run.world.durations["reward"] = 0.1
         batches = watch_batches(run)
 
         assert (await run()).is_finished
 
         check_batches(run, batches, (1, 2, 3))
-        assert run.monitor.records[2]["rollout/lost_engines"] == 1
+        was_lost += run.monitor.records[2]["rollout/lost_engines"]
+    assert was_lost > 2
 
 
 async def test_sleeping_engines_get_the_same_weights_again(make_run: MakeRun) -> None:
@@ -238,10 +285,10 @@ async def test_sleeping_engines_get_the_same_weights_again(make_run: MakeRun) ->
 
     await run()
 
-    counts = data_of(run).counts
-    extra = sum(len(rounds) - 1 for rounds in counts.values())
-    assert extra > 0
-    assert len([name for name in run.world.names() if name.startswith("push")]) == extra + 2
+    names = run.world.names()
+    num_stretches = len([name for name in names if name.startswith("generate")])
+    assert num_stretches > 2
+    assert len([name for name in names if name.startswith("push")]) == num_stretches
 
 
 async def test_other_phases_wait_for_the_full_batch(make_run: MakeRun) -> None:
