@@ -170,8 +170,8 @@ class Generating(Protocol[B]):
     """One generation by the engines of a pool, from `RolloutPort.begin` on."""
 
     async def exchange(self, engine: int, rows: Sequence[int], prompts: B | None, num_rows: int) -> Reported[B]:
-        """Give an engine more work, and return what it has finished meanwhile. A sample's seed depends only on run seed,
-        step, prompt and sample number.
+        """Give an engine more work, and return what it has finished meanwhile. A sample's seed depends only on the
+        run's seed, step, prompt and sample number.
 
         Args:
             rows: numbers under which the engine reports the responses to `prompts`.
