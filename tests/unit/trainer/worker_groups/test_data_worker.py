@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -97,9 +97,9 @@ def test_prompts_that_a_step_does_not_use_come_first_in_the_next_one(
     expected = uids([other.loader.next_batch(13)])
 
     # An epoch has 13 prompts, so the second request gets 3.
-    first = uids([worker.next_batch(1, 10), worker.next_batch(1, 8)])
+    first = uids([cast("DataProto", worker.next_batch(1, count)) for count in (10, 8)])
     worker.give_back(1, 6)
-    second = uids([worker.next_batch(2, 7)])
+    second = uids([cast("DataProto", worker.next_batch(2, 7))])
 
     assert first == expected
     assert second == expected[6:]
