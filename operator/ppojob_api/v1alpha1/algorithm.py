@@ -74,8 +74,8 @@ class DynamicSampling(ApiModel):
     until the batch is full, because their advantages are 0."""
 
     max_generation_batches: int = Field(default=10, ge=1, le=1000)
-    """Maximum rounds of generation in a step. If the batch is not full after them, the job fails with
-    BatchNotFilled."""
+    """Maximum number of prompts that a step uses, in batches of data.trainBatchSize. If the batch is not full after
+    them, the job fails with BatchNotFilled."""
 
 
 class KLEstimator(StrEnum):

@@ -207,6 +207,9 @@ def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
     disabled = set(spec.schedule.disabled_overlaps)
     if len(_computing_pools(spec, placed)) == 1:
         disabled |= _ONLY_BETWEEN_POOLS
+        if spec.algorithm.dynamic_sampling is not None:
+            # It streams to the reward alone, and the engines need not wait for the scores.
+            disabled -= {Overlap.STREAMING} - set(spec.schedule.disabled_overlaps)
     return ScheduleSpec(mode=ScheduleMode.OVERLAPPED, disabled_overlaps=sorted(disabled))
 
 

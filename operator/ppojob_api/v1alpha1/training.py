@@ -249,7 +249,8 @@ class ScheduleSpec(ApiModel):
     mode: ScheduleMode = ScheduleMode.AUTO
     """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
     Overlapped: each phase starts when its inputs are ready and its pool is free, with or without a critic. Auto:
-    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which save no time there.
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which save no time there
+    (Streaming does with algorithm.dynamicSampling).
     OneStepOff: the rollout, in its own pool, generates the next step's responses with older weights while a step is
     trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
@@ -267,7 +268,8 @@ class ScheduleSpec(ApiModel):
     same time as the actor's log-probs. Reference: compute the reference's log-probs at the same time as the actor's.
     WeightSync: send weights before the critic finishes. NextGeneration: start generating before the critic finishes.
     Streaming: compute values, reference and reward of finished responses while others are generated, and the actor's
-    log-probs if its GPUs do not generate. OldLogProb: skip the actor's log-probs before the update if the update
+    log-probs if its GPUs do not generate; with algorithm.dynamicSampling, compute their reward and request further
+    prompts. OldLogProb: skip the actor's log-probs before the update if the update
     computes the same (one minibatch, one epoch, no KL in the reward)."""
 
     @property

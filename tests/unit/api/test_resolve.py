@@ -123,6 +123,7 @@ def test_one_step_off_has_its_staleness(given: dict[str, int], resolved: int) ->
         (NO_CRITIC_POOL, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
         (NO_CRITIC_POOL, "Overlapped", [Overlap.VALUES]),
         (GRPO, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
+        (GRPO | {("spec", "algorithm", "dynamicSampling"): {}}, "Auto", [Overlap.NEXT_GENERATION, Overlap.VALUES]),
         (GRPO | {("spec", "placement", "rollout"): ["critic"]}, "Auto", [Overlap.VALUES]),
         (GRPO_WITH_KL | {("spec", "placement", "ref"): "critic"}, "Auto", [Overlap.VALUES]),
         # A reward function computes on no device of its pool, a reward model does.

@@ -1,43 +1,51 @@
 """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2): a batch of prompts whose scores differ.
 
-    round 1    64 prompts ── generate ── score ── 40 of them have different scores
-    round 2    24 / 0.625 = 39 prompts ── generate ── score ── 25 of them: the first 24 fill the batch
+If all responses to a prompt have the same score, their advantages are 0, and the prompt is replaced by others. The
+batch consists of the *first* prompts of the data whose scores differ, whatever finishes first:
 
-If all responses to a prompt have the same score, their advantages are 0, and the prompt is replaced by the next ones of
-the data. A round requests as many prompts as are expected to fill the batch, by the share that was kept lately. This
-share is in the checkpoint, so a resumed run requests the same prompts. Called by `ppo`, which generates and scores a
-round; it refuses to fill a batch from the surplus of an earlier step, whose responses are of older weights.
+    data        p1  p2  p3  p4  p5  p6  p7  p8  p9 ...        a batch of 4 prompts, 2 responses to each
+    known       ≠   =   ≠   ?   ≠   =   ≠   ≠                 ≠: different scores, =: equal ones, ?: not known yet
+    batch       p1      p3  ?   p5      p7                    if p4 has different scores, p7 is not in it, and the next
+                                                              step begins with p6; otherwise it begins with p8
+
+So the batch and the position in the data depend neither on the time nor on the number of prompts that are generated at
+the same time. To take what finishes first would prefer prompts with short responses. How many prompts are requested
+depends on what is known: so many that the batch will probably be full. Pure; called by `batch_filler`. It refuses to
+fill a batch from responses of older weights: prompts that a step does not use are generated again by the next one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.controller.errors import BatchNotFilledError
-from ppojob_trainer.controller.forward import join_parts
-from ppojob_trainer.controller.ports import B, Metrics
 
-__all__ = ["DynamicSampler", "Filled", "Round", "SamplingSettings", "mixed_groups", "sampling_of"]
+__all__ = ["Candidates", "DynamicSampler", "SamplingSettings", "is_mixed", "sampling_of"]
 
 _MEMORY = 0.5
-"""Weight of all earlier rounds in the share of kept prompts, against 1 for the latest."""
+"""Weight of all earlier steps in the share of kept prompts, against 1 for the latest."""
 _LEAST_SHARE = 0.25
-"""A round requests at most 4 times the prompts that are missing."""
+"""At most 4 times the prompts that are missing are requested."""
 _LEAST_PROMPTS = 8
-"""A round of fewer prompts takes about as long, and leaves engines without any."""
+"""Fewer are not requested: engines that are nearly idle generate them in about the same time."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """num_prompts: of a batch. num_samples: responses to a prompt, in consecutive rows. max_rounds: of a step."""
+    """num_prompts: of a batch. num_samples: responses to a prompt, in consecutive rows. max_batches: a step uses at
+    most so many times the prompts of a batch."""
 
     num_prompts: int
     num_samples: int
-    max_rounds: int
+    max_batches: int
+
+    @property
+    def max_prompts(self) -> int:
+        """The most prompts that a step uses."""
+        return self.max_batches * self.num_prompts
 
 
 def sampling_of(spec: PPOJobSpec) -> SamplingSettings | None:
@@ -48,96 +56,29 @@ def sampling_of(spec: PPOJobSpec) -> SamplingSettings | None:
     return SamplingSettings(spec.data.train_batch_size, spec.rollout.samples_per_prompt, given.max_generation_batches)
 
 
-@dataclass(frozen=True)
-class Round(Generic[B]):
-    """Some prompts with responses and scores.
-
-    batch: all columns, rollout: those of the responses. scores: the tables of the sources of scores, by phase.
-    metrics: means over the rows.
-    """
-
-    batch: B
-    rollout: B
-    scores: Mapping[str, B]
-    metrics: Metrics
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Filled(Generic[B]):
-    """A batch of prompts whose scores differ. scores: of all responses that were generated for it."""
-
-    batch: B
-    rollout: B
-    scores: Mapping[str, B]
-    metrics: Metrics
-    epoch: int
-
-
-class DynamicSampler(Generic[B]):
-    """Fills batches. Its state is the share of prompts that were kept lately."""
+class DynamicSampler:
+    """The settings, and the share of prompts that were kept lately, which is the state."""
 
     def __init__(self, settings: SamplingSettings) -> None:
-        self._settings = settings
-        self._kept = self._generated = 0.0
+        self.settings = settings
+        # As if some prompts had been kept, so that the first ones of the first step are not taken for all.
+        self._kept = self._generated = float(_LEAST_PROMPTS)
 
-    async def fill(
-        self,
-        step: int,
-        generate: Callable[[int, int], Coroutine[Any, Any, Round[B]]],
-        row_scores: Callable[[B], Sequence[float | None]],
-    ) -> Filled[B]:
-        """Generate rounds until the batch is full.
+    def share(self, kept: int, known: int) -> float:
+        """Return the share of prompts that will be kept.
 
         Args:
-            generate: receives the number of prompts and the number of the round, from 1; it may use fewer prompts.
-            row_scores: see `RewardPort`.
-
-        Raises:
-            BatchNotFilledError: the batch was not full after the last round.
+            kept: prompts of this step that are known to be kept, of those whose scores are known.
         """
-        settings, rounds, groups = self._settings, list[Round[B]](), list[int]()
-        num_generated = 0
-        while (missing := settings.num_prompts - len(groups)) > 0:
-            if len(rounds) == settings.max_rounds:
-                raise BatchNotFilledError(step, len(rounds), len(groups), settings.num_prompts, num_generated)
-            found = await generate(self.request(missing), len(rounds) + 1)
-            mixed = mixed_groups(row_scores(found.batch), settings.num_samples)
-            groups += [num_generated + group for group in mixed]
-            num_in_round = len(found.batch) // settings.num_samples
-            self.observe(len(mixed), num_in_round)
-            num_generated += num_in_round
-            rounds.append(found)
-        rows = _rows_of(groups[: settings.num_prompts], settings.num_samples)
-        return Filled(
-            batch=_joined([each.batch for each in rounds]).take(rows),
-            rollout=_joined([each.rollout for each in rounds]).take(rows),
-            scores={name: _joined([each.scores[name] for each in rounds]) for name in rounds[0].scores},
-            metrics={
-                **_means(rounds),
-                "sampling/rounds": float(len(rounds)),
-                "sampling/prompts": float(num_generated),
-                "sampling/kept_share": len(groups) / num_generated,
-            },
-            epoch=rounds[-1].epoch,
-        )
-
-    def request(self, missing: int) -> int:
-        """Return how many prompts are expected to give `missing` ones whose scores differ.
-
-        It does not depend on the layout, so that another one gives the same numbers.
-        """
-        share = self._kept / self._generated if self._generated else 1.0
-        least = min(_LEAST_PROMPTS, self._settings.num_prompts)
-        return max(least, math.ceil(missing / max(share, _LEAST_SHARE)))
+        return max(_LEAST_SHARE, (_MEMORY * self._kept + kept) / (_MEMORY * self._generated + known))
 
     def observe(self, kept: int, generated: int) -> None:
-        """Take a round into account."""
+        """Take a step into account."""
         self._kept = _MEMORY * self._kept + kept
         self._generated = _MEMORY * self._generated + generated
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return the state for a checkpoint. It depends on no time: a step counts the prompts up to its last."""
         return {"kept": self._kept, "generated": self._generated}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -145,27 +86,76 @@ class DynamicSampler(Generic[B]):
         self._kept, self._generated = float(state["kept"]), float(state["generated"])
 
 
-def mixed_groups(scores: Sequence[float | None], num_samples: int) -> list[int]:
-    """Return the numbers of the groups of consecutive rows that have different scores; None has no score."""
-    groups = (scores[start : start + num_samples] for start in range(0, len(scores), num_samples))
-    return [number for number, group in enumerate(groups) if len(set(group) - {None}) > 1]
+class Candidates:
+    """The prompts that a step has requested, in the order of the data, and what is known of their scores."""
+
+    def __init__(self, sampler: DynamicSampler) -> None:
+        self._sampler, self._settings = sampler, sampler.settings
+        self._scores: list[dict[int, float | None]] = []
+        self._is_mixed: dict[int, bool] = {}
+
+    @property
+    def num_requested(self) -> int:
+        """Number of prompts."""
+        return len(self._scores)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch is known."""
+        return len(self.chosen()) == self._settings.num_prompts
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the batch cannot be filled: the scores of as many prompts as a step may use are known."""
+        return len(self._is_mixed) >= self._settings.max_prompts and not self.is_full
+
+    @property
+    def num_mixed(self) -> int:
+        """Number of prompts that are known to have different scores, also of those that are too late for the batch."""
+        return sum(self._is_mixed.values())
+
+    def add(self, count: int) -> None:
+        """Add the next prompts of the data."""
+        self._scores += [{} for _ in range(count)]
+
+    def learn(self, rows: Iterable[int], scores: Iterable[float | None]) -> None:
+        """Record the scores of rows; None: the response has none."""
+        num_samples = self._settings.num_samples
+        for row, score in zip(rows, scores, strict=True):
+            known = self._scores[row // num_samples]
+            known[row] = score
+            if len(known) == num_samples:
+                self._is_mixed[row // num_samples] = is_mixed(list(known.values()))
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Forget the scores of rows whose responses were lost: they are generated again."""
+        for row in rows:
+            group = row // self._settings.num_samples
+            self._scores[group].pop(row, None)
+            self._is_mixed.pop(group, None)
+
+    def chosen(self) -> list[int]:
+        """Return the prompts of the batch, as far as they are certain: those before the first unknown one."""
+        found: list[int] = []
+        for group in range(len(self._scores)):
+            if len(found) == self._settings.num_prompts or group not in self._is_mixed:
+                break
+            if self._is_mixed[group]:
+                found.append(group)
+        return found
+
+    def missing(self) -> int:
+        """Return how many more prompts to request now, so that the batch will probably be full."""
+        settings, kept, known = self._settings, self.num_mixed, len(self._is_mixed)
+        share = self._sampler.share(kept, known)
+        expected = kept + share * (self.num_requested - known)
+        if expected > settings.num_prompts - _ROUNDING:
+            return 0
+        least = min(_LEAST_PROMPTS, settings.num_prompts)
+        count = max(least, math.ceil((settings.num_prompts - expected) / share - _ROUNDING))
+        return min(count, settings.max_prompts - self.num_requested)
 
 
-def _rows_of(groups: Sequence[int], num_samples: int) -> list[int]:
-    return [group * num_samples + sample for group in groups for sample in range(num_samples)]
-
-
-def _joined(parts: Sequence[B]) -> B:
-    starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
-    return join_parts((range(start, start + len(part)), part) for start, part in zip(starts, parts, strict=True))
-
-
-def _means(rounds: Sequence[Round[B]]) -> dict[str, float]:
-    """Return the metrics of the rounds, weighted with their rows."""
-    names = dict.fromkeys(name for each in rounds for name in each.metrics)
-    found: dict[str, float] = {}
-    for name in names:
-        those = [each for each in rounds if name in each.metrics]
-        rows = sum(len(each.batch) for each in those)
-        found[name] = sum(each.metrics[name] * len(each.batch) for each in those) / rows
-    return found
+def is_mixed(scores: Sequence[float | None]) -> bool:
+    """Whether the responses to a prompt have different scores; None has no score."""
+    return len(set(scores) - {None}) > 1

@@ -25,9 +25,9 @@ class PhaseTimeoutError(RuntimeError):
 class BatchNotFilledError(RuntimeError):
     """Dynamic sampling reached its limit before the batch was full."""
 
-    def __init__(self, step: int, rounds: int, kept: int, wanted: int, generated: int) -> None:
+    def __init__(self, step: int, batches: int, kept: int, wanted: int, generated: int) -> None:
         super().__init__(
-            f"step {step}: after {rounds} times of generation (algorithm.dynamicSampling.maxGenerationBatches), the "
+            f"step {step}: after {batches} batches of prompts (algorithm.dynamicSampling.maxGenerationBatches), the "
             f"batch has {kept} of {wanted} prompts (data.trainBatchSize). The responses to a prompt have different "
             f"scores for only {kept} of {generated} prompts, so the data are too easy or too hard for the policy, or "
             "the reward is constant. Use other data, more responses (rollout.samplesPerPrompt), a smaller "

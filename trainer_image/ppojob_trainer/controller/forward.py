@@ -13,12 +13,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from ppojob_trainer.controller.ports import B, Metrics
 
-__all__ = ["ForwardPhase", "StreamedPhases", "gather_or_cancel", "join_parts", "on_whole"]
+__all__ = [
+    "Chain",
+    "ForwardPhase",
+    "Part",
+    "StreamedPhases",
+    "at_once",
+    "gather_or_cancel",
+    "join_parts",
+    "no_metrics",
+    "on_whole",
+]
 
 
 @dataclass(frozen=True)
@@ -34,34 +44,53 @@ class ForwardPhase(Generic[B]):
     metrics: Callable[[B], Metrics]
     ready: Callable[[], Awaitable[object]]
 
+    def after(self, event: asyncio.Event) -> ForwardPhase[B]:
+        """Return the same phase, which also waits for an event before it starts."""
+
+        async def ready() -> None:
+            await event.wait()
+            await self.ready()
+
+        return replace(self, ready=ready)
+
+
+def no_metrics(_: object) -> Metrics:
+    """Return the metrics of a phase that has none."""
+    return {}
+
+
+async def at_once() -> None:
+    """Let a phase start at once."""
+    return None
+
 
 @dataclass(frozen=True)
-class _Part(Generic[B]):
+class Part(Generic[B]):
     """Rows by number, and what is known of them."""
 
     rows: Sequence[int]
     batch: B
 
-    def without(self, rows: Set[int]) -> _Part[B] | None:
+    def without(self, rows: Set[int]) -> Part[B] | None:
         """Return the part without these rows; None if none is left."""
         kept = [position for position, row in enumerate(self.rows) if row not in rows]
         if len(kept) == len(self.rows):
             return self
-        return _Part([self.rows[position] for position in kept], self.batch.take(kept)) if kept else None
+        return Part([self.rows[position] for position in kept], self.batch.take(kept)) if kept else None
 
 
-class _Chain(Generic[B]):
+class Chain(Generic[B]):
     """The parts of one chain: those that wait, those that are being computed, and what was computed."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self._waiting: list[_Part[B]] = []
-        self._found: dict[str, list[_Part[B]]] = {name: [] for name in names}
+        self._waiting: list[Part[B]] = []
+        self._found: dict[str, list[Part[B]]] = {name: [] for name in names}
         self._dropped: set[int] = set()
         self._is_ended = False
         self._changed = asyncio.Event()
 
-    def add(self, part: _Part[B]) -> None:
+    def add(self, part: Part[B]) -> None:
         """Add a part."""
         self._waiting.append(part)
         self._changed.set()
@@ -78,7 +107,7 @@ class _Chain(Generic[B]):
         self._is_ended = True
         self._changed.set()
 
-    async def take_all(self) -> _Part[B] | None:
+    async def take_all(self) -> Part[B] | None:
         """Wait for a part; return it with all others that wait. None after the last part."""
         while not self._waiting and not self._is_ended:
             self._changed.clear()
@@ -88,18 +117,20 @@ class _Chain(Generic[B]):
         parts, self._waiting, self._dropped = self._waiting, [], set()
         first, *others = (part.batch for part in parts)
         rows = [row for part in parts for row in part.rows]
-        return _Part(rows, first.join_rows(others, range(len(rows))) if others else first)
+        return Part(rows, first.join_rows(others, range(len(rows))) if others else first)
 
-    def keep(self, name: str, computed: _Part[B]) -> None:
-        """Keep the columns that a phase computed, without the rows that were dropped meanwhile."""
-        self._found[name] += _without([computed], self._dropped)
+    def keep(self, name: str, computed: Part[B]) -> list[int]:
+        """Keep the columns that a phase computed, without the rows that were dropped meanwhile; return the rows."""
+        kept = _without([computed], self._dropped)
+        self._found[name] += kept
+        return [row for part in kept for row in part.rows]
 
     def found(self) -> dict[str, B]:
         """Return each phase's columns of the whole batch, in its row order."""
         return {name: join_parts((part.rows, part.batch) for part in parts) for name, parts in self._found.items()}
 
 
-def _without(parts: Iterable[_Part[B]], rows: Set[int]) -> list[_Part[B]]:
+def _without(parts: Iterable[Part[B]], rows: Set[int]) -> list[Part[B]]:
     return [left for part in parts if (left := part.without(rows)) is not None]
 
 
@@ -121,13 +152,13 @@ class StreamedPhases(Generic[B]):
 
     def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
         self._phases = phases
-        self._chains = [_Chain[B](names) for names in chains]
+        self._chains = [Chain[B](names) for names in chains]
         self._tasks = [asyncio.create_task(self._follow(chain)) for chain in self._chains]
 
     def add(self, rows: Sequence[int], batch: B) -> None:
         """Add a part; `rows` are its row numbers in the whole batch."""
         for chain in self._chains:
-            chain.add(_Part(rows, batch))
+            chain.add(Part(rows, batch))
 
     def drop(self, rows: Sequence[int]) -> None:
         """Forget rows whose responses were lost. They come again, and may differ by the engine's rounding."""
@@ -151,13 +182,13 @@ class StreamedPhases(Generic[B]):
             # Retrieve its exception: `found` raised it, or nobody awaits it any more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _follow(self, chain: _Chain[B]) -> None:
+    async def _follow(self, chain: Chain[B]) -> None:
         # Parts queue up until the first phase may start.
         await self._phases[chain.names[0]].ready()
         while part := await chain.take_all():
             for name in chain.names:
                 await self._phases[name].ready()
-                chain.keep(name, _Part(part.rows, await self._phases[name].compute(part.batch)))
+                chain.keep(name, Part(part.rows, await self._phases[name].compute(part.batch)))
 
 
 def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:

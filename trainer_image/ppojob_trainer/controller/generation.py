@@ -6,6 +6,9 @@
                             │ lost: its samples wait again
                        ◀────┘
 
+Dynamic sampling adds samples while the engines generate, and closes the generation when it needs no more (`Writing`).
+Engines without work then wait inside the phase, and what is unfinished at the end is aborted.
+
 Generation is a phase of each pool and waits for its turn there: the engines in the critic's pool start when the
 critic's update is done. If no engine sleeps, those of the rollout's own pool generate meanwhile, and take over what the
 others have not begun; if engines sleep, sending the weights wakes them all, and has waited for the critic. The samples
@@ -17,17 +20,27 @@ controller passes row numbers and references, never tokens. Called by `ppo` and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, TypeVar
 
 from ppojob_trainer.controller.forward import gather_or_cancel, join_parts
 from ppojob_trainer.controller.metrics import draft_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import B, Capacity, Generating, Ports, Prompts, Reported, Rollout, RolloutPort
+from ppojob_trainer.controller.ports import (
+    B,
+    Capacity,
+    Generating,
+    Ports,
+    Prompts,
+    Reported,
+    Rollout,
+    RolloutPort,
+    Sample,
+)
 from ppojob_trainer.controller.sample_queue import LengthHistory, SampleQueue
 
-__all__ = ["OWN", "Generation", "Listener"]
+__all__ = ["OWN", "Generation", "Listener", "Writing"]
 
 OWN = "rollout"
 """The role of the engines in the rollout's own pool."""
@@ -35,6 +48,7 @@ OWN = "rollout"
 _NO_LOSSES = (0, 0, 0.0)
 """Repeated samples, their tokens, and seconds of lost engines."""
 
+T = TypeVar("T")
 _Engine = tuple[str, int]
 """The role, and the engine's number in its pool."""
 
@@ -54,24 +68,67 @@ class Listener(Generic[B]):
 
 
 @dataclass
-class _Work(Generic[B]):
-    """One generation.
+class Writing(Generic[B]):
+    """One generation, whose prompts come at the start or also while it runs.
 
-    parts: engine, row numbers and responses. repeated: rows that were generated again, once for each time. since: when
-    an engine that works has last reported responses, or began. lost_s: time of lost engines since then. failure: of the
-    engine that was lost last.
+    samples: what each row of the prompts is. is_ended: no more prompts come. is_closed: the rest is not needed.
+    changed: is set, and replaced, when engines may have something to do. parts: engine, row numbers and responses.
+    repeated: rows that were generated again, once for each time. since: when an engine that works has last reported
+    responses, or began. lost_s: time of lost engines since then. failure: of the engine that was lost last. busy_s: sum
+    over the engines of the seconds in which they had samples. engine_s: sum of all seconds of the phase.
     """
 
-    prompts: B
     queue: SampleQueue[_Engine]
     step: int
     is_validation: bool
     listener: Listener[B] | None
+    prompts: B
+    samples: list[Sample]
+    is_ended: bool = False
+    is_closed: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     parts: list[tuple[_Engine, Sequence[int], B]] = field(default_factory=list)
     repeated: list[int] = field(default_factory=list)
     since: dict[_Engine, float] = field(default_factory=dict)
     lost_s: float = 0.0
     failure: Exception | None = None
+    busy_s: float = 0.0
+    engine_s: float = 0.0
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether samples wait, or may come."""
+        return not self.is_closed and (self.queue.num_waiting > 0 or not self.is_ended)
+
+    def add(self, prompts: Prompts[B]) -> None:
+        """Add prompts; their row numbers follow those of the others."""
+        assert not self.is_ended, "the engines may have ended"
+        number = len(self.samples) + len(prompts.samples)
+        self.prompts = self.prompts.join_rows([prompts.batch], range(number))
+        self.samples += prompts.samples
+        self.queue.add(prompts.samples)
+        self._notify()
+
+    def end(self) -> None:
+        """Signal that no more prompts come."""
+        self.is_ended = True
+        self._notify()
+
+    def close(self) -> None:
+        """Drop what is not finished: nobody needs it."""
+        self.is_ended = self.is_closed = True
+        self._notify()
+
+    def finished(self) -> tuple[list[int], B]:
+        """Return the rows that are finished, in order, and the responses to them."""
+        rows = sorted(row for _, of_part, _ in self.parts for row in of_part)
+        number_of = {row: number for number, row in enumerate(rows)}
+        parts = (([number_of[row] for row in of_part], batch) for _, of_part, batch in self.parts)
+        return rows, join_parts(parts)
+
+    def _notify(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
     def settle(self, engine: _Engine, reported: Reported[B], now: float) -> None:
         """Take over what an engine reported at `now`."""
@@ -86,6 +143,7 @@ class _Work(Generic[B]):
             self.failure = reported.failure
             self.repeated += self.queue.lose(engine, self._lost_with(engine) if reported.are_rows_lost else ())
             self.lost_s += now - self.since.pop(engine, now)
+            self._notify()
 
     def _lost_with(self, engine: _Engine) -> list[int]:
         rows = [row for owner, of_part, _ in self.parts if owner == engine for row in of_part]
@@ -121,6 +179,7 @@ class Generation(Generic[B]):
         self._data, self._keeps = ports.data, keeps
         self._history = LengthHistory()
         self._of_losses = _NO_LOSSES
+        self._busy_s = self._engine_s = 0.0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -129,14 +188,22 @@ class Generation(Generic[B]):
 
     async def write(self, prompts: Prompts[B], step: int, listener: Listener[B] | None = None) -> Rollout[B]:
         """Generate a response to each row; `listener` follows."""
-        rollout = await self._generate(Phase.GENERATE, prompts, step, listener)
+        work = self._begin(prompts, step, listener)
+        rollout = await self.run(work)
         if not self._keeps:
             return rollout
         return self._own.joined(await self._phases.run(Phase.DATA, "data", step, self._data.keep(rollout.batch)))
 
     async def validate(self, prompts: Prompts[B], step: int) -> Rollout[B]:
         """Generate a response to each row with the sampling parameters of validation."""
-        return await self._generate(Phase.VALIDATE, prompts, step, None)
+        return await self.run(self._begin(prompts, step, None, is_validation=True))
+
+    def open(self, prompts: Prompts[B], step: int, listener: Listener[B] | None) -> Writing[B]:
+        """Return a generation to which prompts can be added while it runs (`run`), until it is ended or closed."""
+        assert not self._keeps, "responses are kept only when all are there"
+        work = self._begin(prompts, step, listener)
+        work.is_ended = False
+        return work
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the engines and of drafts. Call it once for each step.
@@ -145,9 +212,11 @@ class Generation(Generic[B]):
         do not come back; rollout/elastic_losses: lost in elastic pools. In the generations that have ended since the
         last call: rollout/repeated_samples: samples that were generated again because their engine was lost;
         rollout/repeated_tokens: tokens of the responses to them; rollout/lost_s: seconds of lost engines after their
-        last reports.
+        last reports; overlap/engines_idle_fraction: share of the engines' time in which they had no sample.
         """
         (samples, tokens, seconds), self._of_losses = self._of_losses, _NO_LOSSES
+        idle = {"overlap/engines_idle_fraction": 1 - self._busy_s / self._engine_s} if self._engine_s else {}
+        self._busy_s = self._engine_s = 0.0
         ports = self._engines.values()
         return {
             "rollout/engines": float(sum(len(port.engines) for port in ports)),
@@ -156,31 +225,42 @@ class Generation(Generic[B]):
             "rollout/repeated_samples": float(samples),
             "rollout/repeated_tokens": float(tokens),
             "rollout/lost_s": seconds,
+            **idle,
             **draft_metrics([port.take_drafts() for port in ports]),
         }
 
-    async def _generate(self, phase: str, prompts: Prompts[B], step: int, listener: Listener[B] | None) -> Rollout[B]:
+    def _begin(
+        self, prompts: Prompts[B], step: int, listener: Listener[B] | None, *, is_validation: bool = False
+    ) -> Writing[B]:
         queue = SampleQueue(prompts.samples, self._history, self._capacities())
-        work = _Work(prompts.batch, queue, step, phase == Phase.VALIDATE, listener)
+        return Writing(queue, step, is_validation, listener, prompts.batch, list(prompts.samples), is_ended=True)
+
+    async def run(self, work: Writing[B]) -> Rollout[B]:
+        """Generate the responses; return those that are finished, in the order of the rows."""
+        phase = Phase.VALIDATE if work.is_validation else Phase.GENERATE
         await self._once(phase, work)
-        while queue.num_waiting:
+        while work.needs_engines:
             # An engine was lost when the engines of all other pools had ended.
             await self._load_again(work)
             for engine, capacity in self._capacities().items():
-                queue.join(engine, capacity)
+                work.queue.join(engine, capacity)
             await self._once(phase, work)
-        rollout = self._own.joined(join_parts((rows, batch) for _, rows, batch in work.parts))
-        lengths = rollout.response_lengths
+        rows, batch = work.finished()
+        rollout = self._own.joined(batch)
+        length_of = dict(zip(rows, rollout.response_lengths, strict=True))
         samples, tokens, seconds = self._of_losses
-        again = sum(lengths[row] for row in work.repeated)
+        again = sum(length_of.get(row, 0) for row in work.repeated)
         self._of_losses = (samples + len(work.repeated), tokens + again, seconds + work.lost_s)
-        self._history.observe(prompts.samples, lengths)
+        if not work.is_validation:
+            self._busy_s += work.busy_s
+            self._engine_s += work.engine_s
+        self._history.observe([work.samples[row] for row in rows], list(length_of.values()))
         return rollout
 
     def _capacities(self) -> dict[_Engine, Capacity]:
         return {(role, n): one for role, port in self._engines.items() for n, one in port.engines.items()}
 
-    async def _load_again(self, work: _Work[B]) -> None:
+    async def _load_again(self, work: Writing[B]) -> None:
         """Send the weights again, if engines have released them, or if none is left and others come back."""
         failure = work.failure or RuntimeError("no engine generates")
         is_none_left = not self._capacities()
@@ -191,7 +271,7 @@ class Generation(Generic[B]):
                 raise failure
             await self._load_engines(work.step)
 
-    async def _once(self, phase: str, work: _Work[B]) -> None:
+    async def _once(self, phase: str, work: Writing[B]) -> None:
         """Let all pools generate until nothing waits; what an engine loses at the very end may wait afterwards."""
 
         async def one(role: str, port: RolloutPort[B]) -> None:
@@ -202,34 +282,52 @@ class Generation(Generic[B]):
         await gather_or_cancel(one(role, port) for role, port in self._engines.items())
 
 
-async def _follow(role: str, port: RolloutPort[B], work: _Work[B], clock: Callable[[], float]) -> None:
-    """Let the engines of a pool generate until they have no work left."""
-    generating = port.begin(work.step, is_validation=work.is_validation)
-    running: dict[asyncio.Task[Reported[B]], _Engine] = {}
+async def _follow(role: str, port: RolloutPort[B], work: Writing[B], clock: Callable[[], float]) -> None:
+    """Let the engines of a pool generate until they have no work left and none can come."""
+    generating, began, num_engines = port.begin(work.step, is_validation=work.is_validation), clock(), len(port.engines)
+    running: dict[asyncio.Task[Reported[B]], tuple[_Engine, float]] = {}
 
     def give_work() -> None:
-        for engine in [(role, number) for number in port.engines if (role, number) not in running.values()]:
+        busy = {engine for engine, _ in running.values()}
+        for engine in [(role, number) for number in port.engines if (role, number) not in busy]:
             # A push in flight may have admitted it after the generation began.
             work.queue.join(engine, port.engines[engine[1]])
             rows = work.queue.take(engine)
             if work.queue.num_held(engine):
                 work.since.setdefault(engine, clock())
-                running[asyncio.create_task(_exchange(generating, engine, rows, work))] = engine
+                running[asyncio.create_task(_exchange(generating, engine, rows, work))] = engine, clock()
 
     try:
-        give_work()
-        while running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                work.settle(running.pop(task), task.result(), clock())
+        while not work.is_closed:
+            changed = work.changed
             give_work()
+            if not running and (work.is_ended or not port.engines):
+                break
+            for task in await _first_of(running, changed):
+                engine, since = running.pop(task)
+                work.busy_s += clock() - since
+                work.settle(engine, task.result(), clock())
     finally:
+        work.busy_s += sum(clock() - since for _, since in running.values())
+        work.engine_s += num_engines * (clock() - began)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+    if work.is_closed:
+        await generating.abort()
     await generating.end()
 
 
-async def _exchange(generating: Generating[B], engine: _Engine, rows: Sequence[int], work: _Work[B]) -> Reported[B]:
+async def _first_of(running: Collection[asyncio.Task[T]], changed: asyncio.Event) -> set[asyncio.Task[T]]:
+    """Wait until a task is done, or until something has changed; return the tasks that are done."""
+    waiting = asyncio.create_task(changed.wait())
+    try:
+        await asyncio.wait([*running, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return {task for task in running if task.done()}
+
+
+async def _exchange(generating: Generating[B], engine: _Engine, rows: Sequence[int], work: Writing[B]) -> Reported[B]:
     num_rows = work.queue.rows_of_part(engine, is_streamed=work.listener is not None)
     return await generating.exchange(engine[1], rows, work.prompts.take(rows) if rows else None, num_rows)

@@ -170,15 +170,18 @@ class Generating(Protocol[B]):
     """One generation by the engines of a pool, from `RolloutPort.begin` on."""
 
     async def exchange(self, engine: int, rows: Sequence[int], prompts: B | None, num_rows: int) -> Reported[B]:
-        """Give an engine more work, and return what it has finished meanwhile.
-
-        A sample's seed depends only on run seed, step, prompt and sample number.
+        """Give an engine more work, and return what it has finished meanwhile. A sample's seed depends only on the
+        run's seed, step, prompt and sample number.
 
         Args:
             rows: numbers under which the engine reports the responses to `prompts`.
             prompts: None: no more work.
             num_rows: return when so many responses are finished, or after some seconds without any.
         """
+        ...
+
+    async def abort(self) -> None:
+        """Drop what the engines have not finished, or not reported."""
         ...
 
     async def end(self) -> None:
@@ -195,6 +198,10 @@ class DataPort(Protocol[B]):
         Args:
             count: number of prompts; fewer come at the end of an epoch. None: those of a whole batch.
         """
+        ...
+
+    async def give_back(self, step: int, used: int) -> None:
+        """Keep only the first `used` prompts of `step`, the latest one; the next step gets the others first."""
         ...
 
     async def validation_prompts(self) -> Prompts[B]:
@@ -236,8 +243,7 @@ class RolloutPort(Protocol[B]):
     def begin(self, step: int, *, is_validation: bool) -> Generating[B]:
         """Begin a generation; the one before must have ended.
 
-        Args:
-            is_validation: sample with the parameters of validation, and keep what the next generation needs.
+        is_validation: sample with the parameters of validation, and keep what the next generation needs.
         """
         ...
 

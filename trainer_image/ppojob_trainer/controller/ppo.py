@@ -23,8 +23,8 @@
 * values N+1 wait for update_critic N, so every number equals that of the serial order.
 * Without a critic (GRPO, RLOO, REINFORCE++) the phases are the same less the critic's. If the rollout has its own pool,
   log-probs, reference and reward run while it generates; in one pool the reward function runs beside the log-probs.
-* With dynamic sampling, gen and reward are repeated until the batch is full (`dynamic_sampling`). So all other phases
-  wait for the whole batch, and the responses of a round are scored after its generation.
+* With dynamic sampling, responses are scored while others are generated, and further prompts are requested, until the
+  batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
   updated in flight. old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on
@@ -43,9 +43,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
-from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, Round, SamplingSettings
+from ppojob_trainer.controller.batch_filler import BatchFiller, FillerCalls, Scored
+from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, SamplingSettings
 from ppojob_trainer.controller.engine_weights import EngineWeights
-from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, on_whole
+from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, at_once, no_metrics, on_whole
 from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
@@ -110,9 +111,7 @@ class PPO(Generic[B]):
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         self._streamed: StreamedPhases[B] | None = None
-        self._sampler: DynamicSampler[B] | None = (
-            None if settings.sampling is None else DynamicSampler(settings.sampling)
-        )
+        self._sampler = None if settings.sampling is None else DynamicSampler(settings.sampling)
 
     async def _generate(self, step: int, version: int) -> Generated[B]:
         """Get the prompts of a step and generate the responses, with the engines' weights of that version.
@@ -125,37 +124,54 @@ class PPO(Generic[B]):
         prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step))
         start = self._phases.now()
         streamed: StreamedPhases[B] | None = None
-        if self._schedule.streaming and not any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks):
+        if self._schedule.streaming and not self._has_generate_hooks:
             rollout, streamed = await self._stream(prompts, step)
         else:
             rollout = await self._generation.write(prompts, step)
         batch, metrics = prompts.batch.union(rollout.batch), self._weights.paused_metrics(start)
         return Generated(step, batch, rollout, prompts.epoch, version, streamed, metrics=metrics)
 
-    async def _filled(self, sampler: DynamicSampler[B], step: int, version: int) -> Generated[B]:
-        """Generate and score rounds until the batch is full of prompts whose scores differ."""
-        reward = self._ports.reward
-        found = await sampler.fill(step, lambda count, number: self._round(step, count, number), reward.row_scores)
-        phases = self._forward_phases(step)
+    async def _filled(self, sampler: DynamicSampler, step: int, version: int) -> Generated[B]:
+        """Generate and score until the batch is full of prompts whose scores differ."""
+        data, phases = self._ports.data, self._scoring_phases(step)
+        calls = FillerCalls(
+            prompts=lambda count: self._run(Phase.DATA, "data", step, data.prompts(step, count)),
+            give_back=lambda used: self._run(Phase.DATA, "data", step, data.give_back(step, used)),
+            reload=lambda: self._reload(step),
+            score=lambda batch: self._score(batch, step),
+            sources=list(phases),
+        )
+        writing = {self._settings.pool_of[role] for role in self._generation.roles}
+        can_score = not self._has_generate_hooks and not writing & self._chains(phases).keys()
+        is_streamed = self._schedule.streaming and can_score
+        found = await BatchFiller(sampler, self._generation, calls, step, is_streamed=is_streamed).fill()
         of_scores = {
             key: value for name in found.scores for key, value in phases[name].metrics(found.scores[name]).items()
         }
         rollout, metrics = self._ports.rollout.joined(found.rollout), {**found.metrics, **of_scores}
         return Generated(step, found.batch, rollout, found.epoch, version, is_scored=True, metrics=metrics)
 
-    async def _round(self, step: int, count: int, number: int) -> Round[B]:
-        """Generate and score the responses to some prompts."""
-        prompts = await self._run(Phase.DATA, "data", step, self._ports.data.prompts(step, count))
-        if number > 1 and self._weights.are_released:
+    async def _reload(self, step: int) -> None:
+        """Send the weights to engines that have released them, in the middle of a step."""
+        if self._weights.are_released:
             # The policy is still that of the last step.
             await self._weights.push(step, step - 1)
-        rollout = await self._generation.write(prompts, step)
-        batch, hooked = await self._generate_hooks(prompts.batch.union(rollout.batch), step)
-        phases = {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
+
+    async def _score(self, batch: B, step: int) -> Scored[B]:
+        hooked: Metrics = {}
+        if self._has_generate_hooks:
+            batch, hooked = await self._generate_hooks(batch, step)
+        phases, reward = self._scoring_phases(step), self._ports.reward
         scores = await on_whole(phases, self._chains(phases).values(), batch)
-        batch = batch.union(*scores.values())
-        batch, total = await self._run(Phase.REWARD, "reward", step, self._ports.reward.total(batch))
-        return Round(batch, rollout.batch, scores, {**hooked, **total}, prompts.epoch)
+        batch, total = await self._run(Phase.REWARD, "reward", step, reward.total(batch.union(*scores.values())))
+        return Scored(batch, scores, reward.row_scores(batch), {**hooked, **total})
+
+    def _scoring_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
+        return {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
+
+    @property
+    def _has_generate_hooks(self) -> bool:
+        return any(hook.after is HookPoint.GENERATE for hook in self._ports.hooks)
 
     async def prepare(self, step: int) -> Prepared[B]:
         """Compute everything that the updates read. Waits for the last step's critic update before the values."""
@@ -312,7 +328,7 @@ class PPO(Generic[B]):
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
         for chain in chains.keys() & written.keys():
             first = chains[chain][0]
-            phases[first] = _after(written[chain], phases[first])
+            phases[first] = phases[first].after(written[chain])
         streamed = self._streamed = StreamedPhases(phases, list(chains.values()))
 
         def take(rows: Sequence[int], responses: B) -> None:
@@ -355,8 +371,8 @@ class PPO(Generic[B]):
             name: str,
             role: str,
             compute: Callable[[B], Coroutine[Any, Any, B]],
-            metrics: Callable[[B], Metrics] = _no_metrics,
-            ready: Callable[[], Awaitable[object]] = _at_once,
+            metrics: Callable[[B], Metrics] = no_metrics,
+            ready: Callable[[], Awaitable[object]] = at_once,
         ) -> None:
             found[name] = ForwardPhase(role, lambda batch: self._run(name, role, step, compute(batch)), metrics, ready)
 
@@ -379,19 +395,3 @@ class PPO(Generic[B]):
     @property
     def _advantage_role(self) -> str:
         return "actor" if self._ports.critic is None else "critic"
-
-
-def _after(event: asyncio.Event, phase: ForwardPhase[B]) -> ForwardPhase[B]:
-    async def ready() -> None:
-        await event.wait()
-        await phase.ready()
-
-    return replace(phase, ready=ready)
-
-
-def _no_metrics(_: object) -> Metrics:
-    return {}
-
-
-async def _at_once() -> None:
-    return None

@@ -8,8 +8,10 @@
 
 At the start each engine gets its share, as far as it can compute that at the same time. The rest waits for whichever
 engine is done first. The longest expected responses come first, because a long response that starts late keeps one
-engine busy while the others are idle. Samples of a prompt stay together where that keeps the shares equal, because an
-engine computes a prompt once and reuses its cache. A sample's seed is its own, so no number depends on any of this.
+engine busy while the others are idle. Samples that are added while the engines generate come after all others, because
+dynamic sampling needs the earlier ones first. Samples of a prompt stay together where that keeps the shares equal,
+because an engine computes a prompt once and reuses its cache. A sample's seed is its own, so no number depends on any
+of this.
 """
 
 from __future__ import annotations
@@ -105,17 +107,22 @@ class SampleQueue(Generic[E]):
             samples: of each row; those of a prompt are consecutive.
             capacities: of each engine that takes part, at once or later.
         """
-        self._tokens = [sample.num_tokens + history.expected(sample) for sample in samples]
+        self._history = history
+        self._tokens: list[float] = []
         self._engines = {engine: _Engine(capacity) for engine, capacity in capacities.items()}
         self._share = math.ceil(len(samples) / max(1, len(capacities)))
-        groups = [_Group(rows, self._tokens[rows[0]]) for rows in _by_prompt(samples)]
-        self._waiting = self._deal(_longest_first(groups))
+        self._waiting = self._deal(self._groups_of(samples))
 
     @property
     def num_waiting(self) -> int:
         """Number of samples that no engine has."""
         dealt = [group for engine in self._engines.values() for group in engine.dealt]
         return sum(len(group.rows) for group in [*self._waiting, *dealt])
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples that wait or that an engine has."""
+        return self.num_waiting + sum(len(each.held) for each in self._engines.values())
 
     def num_held(self, engine: E) -> int:
         """Number of unfinished samples that an engine has."""
@@ -140,6 +147,18 @@ class SampleQueue(Generic[E]):
         others = (other.dealt for other in self._engines.values() if other is not mine)
         return next((groups for groups in (mine.dealt, self._waiting, *others) if groups), [])
 
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Add samples, with the next row numbers; those of a prompt are consecutive."""
+        self._waiting += self._groups_of(samples)
+        self._share = math.ceil(self.num_unfinished / max(1, len(self._engines)))
+
+    def _groups_of(self, samples: Sequence[Sample]) -> list[_Group]:
+        """Number the samples; return their groups, those with the longest expected responses first."""
+        first = len(self._tokens)
+        self._tokens += [sample.num_tokens + self._history.expected(sample) for sample in samples]
+        groups = [[first + row for row in rows] for rows in _by_prompt(samples)]
+        return _longest_first([_Group(rows, self._tokens[rows[0]]) for rows in groups])
+
     def finish(self, engine: E, rows: Sequence[int]) -> None:
         """Record that an engine has finished these rows."""
         for row in rows:
@@ -159,8 +178,7 @@ class SampleQueue(Generic[E]):
         repeated = sorted([*lost.held, *finished])
         groups = [_Group([row], self._tokens[row]) for row in repeated]
         self._waiting = _longest_first([*self._waiting, *lost.dealt, *groups])
-        unfinished = self.num_waiting + sum(len(each.held) for each in self._engines.values())
-        self._share = max(self._share, math.ceil(unfinished / max(1, len(self._engines))))
+        self._share = max(self._share, math.ceil(self.num_unfinished / max(1, len(self._engines))))
         return repeated
 
     def rows_of_part(self, engine: E, *, is_streamed: bool) -> int:

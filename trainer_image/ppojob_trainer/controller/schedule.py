@@ -26,7 +26,8 @@ class Schedule:
     updates: the critic's update runs during the actor's.
     weight_sync: the weights are sent as soon as the actor's update is done, without waiting for the critic.
     next_generation: the next step's generation runs during the critic's update.
-    streaming: values, ref and reward of finished responses run while others are generated.
+    streaming: values, ref and reward of finished responses run while others are generated; with dynamic sampling only
+    the reward, which chooses the rows.
     old_log_prob: the phase is left out if the ratio is 1 by construction.
     max_staleness: how many steps older than the trained weights those may be with which a response begins; 0:
     on-policy.
@@ -94,15 +95,12 @@ def schedule_of(mode: ScheduleMode, without: Collection[Overlap] = ()) -> Schedu
 
 
 def schedule_for(spec: PPOJobSpec) -> Schedule:
-    """Return the schedule of a resolved spec. Dynamic sampling goes without Streaming: the scores choose the rows.
+    """Return the schedule of a resolved spec.
 
     Raises:
         ValueError: see `schedule_of`.
     """
-    without = set(spec.schedule.disabled_overlaps)
-    if spec.algorithm.dynamic_sampling is not None:
-        without.add(Overlap.STREAMING)
-    schedule, staleness = schedule_of(spec.schedule.mode, without), spec.schedule.max_staleness
+    schedule, staleness = schedule_of(spec.schedule.mode, spec.schedule.disabled_overlaps), spec.schedule.max_staleness
     if staleness is None:
         return schedule
     return replace(schedule, max_staleness=staleness, in_flight=spec.schedule.updates_in_flight)

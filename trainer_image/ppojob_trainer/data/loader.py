@@ -91,6 +91,11 @@ class PromptLoader:
         self._drawn = drawn
         return batch
 
+    def skip(self, count: int) -> None:
+        """Go on as if `count` prompts had been returned by `next_batch(count)`, which leaves none out."""
+        for _ in range(count):
+            self._draw(self._drawn)
+
     def state_dict(self) -> dict[str, Any]:
         """Position for the checkpoint; counted in prompts, so that it holds for another batch size, too."""
         return {

@@ -88,7 +88,7 @@ class FakeRollouts:
         return drafts
 
     def joined(self, batch: FakeBatch) -> FakeRollout:
-        return FakeRollout(batch, (4, 6) * (len(batch) // 2), (2, 8) * (len(batch) // 2))
+        return FakeRollout(batch, ((4, 6) * len(batch))[: len(batch)], ((2, 8) * len(batch))[: len(batch)])
 
 
 @dataclass
@@ -161,6 +161,9 @@ class FakeGenerating:
         return {
             row: _Writing(world.time.now, taken / 2 if row == early else taken, phase, row != early) for row in rows
         }
+
+    async def abort(self) -> None:
+        self._held.clear()
 
     async def end(self) -> None:
         if self._rollouts.world.engines_sleep and not self._is_validation:

@@ -15,6 +15,8 @@ from tests.unit.trainer.controller.fake_engines import FakeRollouts
 from tests.unit.trainer.controller.fake_world import NUM_ROWS, FakeBatch, World, number_of
 
 T = TypeVar("T")
+EPOCH_PROMPTS = 23
+"""Prompts of an epoch, where dynamic sampling requests them."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,17 @@ class FakeData:
             self.position += 1
             self.positions[step] = self.position
             return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
+        epoch, place = divmod(self.position, EPOCH_PROMPTS)
         self.counts.setdefault(step, []).append(count)
-        prompts = range(self.position, self.position + count)
-        self.position = self.positions[step] = self.position + count
+        prompts = range(self.position, self.position + min(count, EPOCH_PROMPTS - place))
+        self.position = self.positions[step] = prompts.stop
         rows = tuple((prompt, sample) for prompt in prompts for sample in range(NUM_ROWS))
-        return FakePrompts(FakeBatch(len(rows), {"step": step}, rows))
+        return FakePrompts(FakeBatch(len(rows), {"step": step}, rows), epoch)
+
+    async def give_back(self, step: int, used: int) -> None:
+        before = max((each for each in self.positions if each < step), default=0)
+        assert self.positions[before] + used <= self.position
+        self.position = self.positions[step] = self.positions[before] + used
 
     async def validation_prompts(self) -> FakePrompts:
         return FakePrompts(FakeBatch(2, {"validation": 1.0}))

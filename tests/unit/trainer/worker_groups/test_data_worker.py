@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -85,3 +85,24 @@ def test_the_position_of_a_mixture_is_no_position_of_its_first_source(folder: Pa
     with pytest.raises(DataError, match=r"name of the sources = \['first', 'second'\], now it is \[''\]"):
         alone.restore(1, mixed.loader.state_dict())
     assert {uid.count("-") for uid in uids([alone.loader.next_batch()])} == {1}
+
+
+def test_prompts_that_a_step_does_not_use_come_first_in_the_next_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.ReadPrompts, "of", lambda batch, *_: batch)
+    worker, other = worker_of(folder), worker_of(folder)
+    worker.load()
+    other.load()
+    expected = uids([other.loader.next_batch(13)])
+
+    # An epoch has 13 prompts, so the second request gets 3.
+    first = uids([cast("DataProto", worker.next_batch(1, count)) for count in (10, 8)])
+    worker.give_back(1, 6)
+    second = uids([cast("DataProto", worker.next_batch(2, 7))])
+
+    assert first == expected
+    assert second == expected[6:]
+    assert sum(source["drawn"] for source in worker.position(1)["sources"]) == 6
+    worker.give_back(2, 7)
+    assert worker.position(2) == other.loader.state_dict()

@@ -170,3 +170,18 @@ def test_a_new_generation_drops_what_is_left_of_the_one_before(replica: Replica)
 
     assert replica.collect(1) == Collected((103,), cast("Any", [3]))
     assert replica.engine.samplings == ["training", "validation"]
+
+
+def test_an_abort_ends_what_is_not_finished(replica: Replica) -> None:
+    replica.give([1, 2, 3])
+    replica.engine.finish(1)
+    writing = replica._drawn.writing
+
+    replica.abort()
+
+    assert [task.cancelled() for task in writing] == [True]
+    replica.give([4], generation=2)
+    replica.engine.finish(2, 4)
+    collected = replica.collect(1)
+    assert collected is not None
+    assert collected.numbers == (104,)

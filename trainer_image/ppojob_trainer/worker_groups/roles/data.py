@@ -116,6 +116,8 @@ class DataWorker:
         self._loader: PromptLoader | None = None
         self._validation: ReadPrompts | None = None
         self._positions: dict[int, dict[str, Any]] = {}
+        # The latest step, and the position before its prompts.
+        self._start: tuple[int, dict[str, Any]] | None = None
 
     @property
     def loader(self) -> PromptLoader:
@@ -149,12 +151,23 @@ class DataWorker:
     @register(dispatch=Dispatch.RANK_ZERO)
     def next_batch(self, step: int, count: int | None) -> ReadPrompts:
         """Return prompts for a step; see `PromptLoader.next_batch`."""
+        if self._start is None or self._start[0] != step:
+            self._start = step, self.loader.state_dict()
         batch = self.loader.next_batch(count)
         # No entry of the rows: with dynamic sampling a batch may have prompts of two epochs.
         epoch: int = batch.meta_info.pop(Meta.EPOCH)
         self._positions[step] = self.loader.state_dict()
         self._positions.pop(step - _KEPT_POSITIONS, None)
         return ReadPrompts.of(batch, self.spec.rollout.samples_per_prompt, epoch)
+
+    @register(dispatch=Dispatch.RANK_ZERO)
+    def give_back(self, step: int, used: int) -> None:
+        """Go back to the position after the first `used` prompts of `step`, the latest one."""
+        assert self._start is not None, "prompts come before they are given back"
+        assert self._start[0] == step, "a later step has read prompts"
+        self.loader.load_state_dict(self._start[1])
+        self.loader.skip(used)
+        self._positions[step] = self.loader.state_dict()
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def validation_batch(self) -> ReadPrompts:
@@ -175,6 +188,7 @@ class DataWorker:
             DataError: the position belongs to other data.
         """
         self.loader.load_state_dict(state)
+        self._start = None
         self._positions[step] = self.loader.state_dict()
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=ROLLOUT_COLUMNS)
@@ -245,6 +259,10 @@ class DataGroup:
     async def prompts(self, step: int, count: int | None = None) -> PromptsOfStep:
         """See `DataPort`."""
         return PromptsOfStep.of(await self.group.call(DataWorker.next_batch, step, count))
+
+    async def give_back(self, step: int, used: int) -> None:
+        """See `DataPort`."""
+        await self.group.call(DataWorker.give_back, step, used)
 
     async def validation_prompts(self) -> PromptsOfStep:
         """See `DataPort`."""

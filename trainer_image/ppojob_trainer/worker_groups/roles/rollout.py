@@ -57,9 +57,10 @@ T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-PATIENCE_S, PATIENCE_IN_FLIGHT_S = 2.0, 0.2
+PATIENCE_S, SHORT_PATIENCE_S = 2.0, 0.2
 """Seconds after which a replica answers though too little is finished: the controller may have more work for it. With
-weight updates in flight, the replica gets weights between two such answers."""
+weight updates in flight, the replica gets weights between two such answers; with dynamic sampling, it gets further
+prompts, or ends what the full batch does not need."""
 _READ = (Keys.PROMPT_IDS, Keys.UID, Keys.SAMPLE_INDEX)
 
 
@@ -92,13 +93,14 @@ class _Drawn:
     """The responses of one generation in a replica.
 
     prompts: by number, of the responses that are not collected. finished: comes from the engine's thread. ready: taken
-    from there, and too few to be collected.
+    from there, and too few to be collected. writing: belongs to the engine's thread.
     """
 
     number: int
     prompts: dict[int, list[int]] = field(default_factory=dict)
     finished: queue.SimpleQueue[_Written | Exception] = field(default_factory=queue.SimpleQueue)
     ready: list[_Written] = field(default_factory=list)
+    writing: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class RolloutWorker:
@@ -112,8 +114,8 @@ class RolloutWorker:
 
         self.context = context
         self.spec = spec
-        if spec.schedule.updates_in_flight:
-            self._patience_s = PATIENCE_IN_FLIGHT_S
+        if spec.schedule.updates_in_flight or spec.algorithm.dynamic_sampling is not None:
+            self._patience_s = SHORT_PATIENCE_S
         self._engine = RolloutEngine(RolloutOptions.from_spec(spec, pool))
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
@@ -149,6 +151,7 @@ class RolloutWorker:
             generation: its number; with a new one, what is left of the generation before is dropped.
         """
         if generation != self._drawn.number:
+            self.abort()
             self._drawn = _Drawn(generation)
         prompt_ids = prompts.ragged(Keys.PROMPT_IDS).to_lists()
         self._drawn.prompts |= dict(zip(numbers, prompt_ids, strict=True))
@@ -165,6 +168,9 @@ class RolloutWorker:
         seeds: list[int],
         sampling: SamplingOptions,
     ) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "the engine's loop runs it as a task"
+        drawn.writing.append(task)
         try:
             async for index, generation in self._engine.stream(prompt_ids, seeds, sampling):
                 drawn.finished.put((numbers[index], generation))
@@ -199,6 +205,12 @@ class RolloutWorker:
         written = [generation for _, generation in found]
         rows = store_rows(self._batch(prompts, written))
         return Collected(tuple(number for number, _ in found), rows, self._drafts(written))
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def abort(self) -> None:
+        """Let the engine end what it has not finished; what was not collected is dropped."""
+        drawn, self._drawn = self._drawn, _Drawn(0)
+        self._wait(_cancel(drawn.writing))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def check(self) -> None:
@@ -269,6 +281,12 @@ class RolloutWorker:
         log = end_of(self.context.log_file)
         shortage = memory_shortage(str(error)) or memory_shortage(log)
         return type(error)(explain(str(error), log)) if shortage is None else RolloutMemoryError(shortage)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:

@@ -214,6 +214,14 @@ class RolloutGroup:
         """
         await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.check) for rank in self.ranks))
 
+    async def abort(self) -> None:
+        """Let the engines drop what they have not finished.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.abort) for rank in self.ranks))
+
     async def sleep(self) -> None:
         """Let the engines release their memory if they share their GPUs.
 
@@ -276,6 +284,14 @@ class EnginesOfGeneration:
             self._rollout.lose(engine, error)
             is_process_lost = isinstance(error, WorkerLostError)
             return Report(failure=error, are_rows_lost=is_process_lost and not self._rollout.keeps_responses)
+
+    async def abort(self) -> None:
+        """See `Generating`.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        await self._rollout.abort()
 
     async def end(self) -> None:
         """See `Generating`: engines that share their GPU sleep, except after a validation."""

@@ -72,6 +72,14 @@ def test_dynamic_sampling(limit: str, rounds: int) -> None:
     assert not_carried(conversion) == {}
 
 
+def test_the_limit_of_dynamic_sampling_counts_the_batches_that_are_trained() -> None:
+    at = "algorithm.filter_groups"
+    sizes = ("data.train_batch_size=512", "data.gen_batch_size=1536")
+    conversion = converted(*GRPO, f"{at}.enable=True", f"{at}.metric=acc", f"{at}.max_num_gen_batches=10", *sizes)
+
+    assert spec(conversion)["algorithm"]["dynamicSampling"] == {"maxGenerationBatches": 30}
+
+
 def test_another_metric_of_dynamic_sampling_is_to_be_checked() -> None:
     at = "algorithm.filter_groups"
     conversion = converted(*GRPO, f"{at}.enable=True", f"{at}.metric=seq_final_reward")
