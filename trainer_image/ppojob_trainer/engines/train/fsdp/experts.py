@@ -65,7 +65,7 @@ def _multiply_on_owners(
     chosen_S = chosen_TK.flatten()
     counts_E = torch.zeros_like(module.get_buffer(COUNTS)).scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
     order_S = chosen_S.argsort(stable=True)
-    route = peers.route(counts_E)
+    route = peers.route(counts_E, len(chosen_S))
     received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
     own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
     experts = WithParts(module, {**own, "num_experts": len(counts_E) // peers.size})
