@@ -101,8 +101,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     divided = [name for name, role in plan.roles.items() if role.experts_over > 1]
     if divided:
         yield (
-            f"Routing is taken to be even ({', '.join(divided)}): all experts of a layer get equally many tokens. A GPU "
-            "whose experts get more needs more memory and time."
+            f"Routing is taken to be even ({', '.join(divided)}): all experts of a layer get equally many tokens. A "
+            "GPU whose experts get more needs more memory and time."
         )
 
 

@@ -13,7 +13,6 @@ Suffixes: S rows, one for each token and each of its experts; D size of the hidd
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,12 +49,15 @@ class ExpertPeers:
     fsdp_mesh: DeviceMesh
 
     @classmethod
-    def of(cls, groups: Mapping[str, dist.ProcessGroup], device_type: str) -> ExpertPeers:
-        """Create both meshes from this rank's group of each axis, the innermost last: that is the expert axis."""
+    def of(cls, groups: Mapping[str, dist.ProcessGroup], device_type: str, ranks: Tensor) -> ExpertPeers:
+        """Create both meshes from this rank's group of each axis, the innermost last: that is the expert axis.
+
+        Args:
+            ranks: of this pipeline stage, int64 [ranks]; without a pipeline all.
+        """
         axes = tuple(groups)
-        ranks = torch.arange(math.prod(group.size() for group in groups.values()))
-        ranks = ranks.view([group.size() for group in groups.values()])
-        whole = DeviceMesh.from_group(list(groups.values()), device_type, ranks, mesh_dim_names=axes)
+        placed = ranks.view([group.size() for group in groups.values()])
+        whole = DeviceMesh.from_group(list(groups.values()), device_type, placed, mesh_dim_names=axes)
         return cls(whole[axes[-1]], whole[axes[:-1]])
 
     @property
