@@ -117,7 +117,7 @@ unit: tools ## Run the unit tests, but for those marked slow.
 
 .PHONY: unit-slow
 unit-slow: install ## Run the unit tests that take long: those that start several ranks or compile.
-	$(PYTEST_PARALLEL) tests/unit -m slow
+	$(PYTEST_PARALLEL) tests/unit -m "slow and not long"
 
 .PHONY: golden
 golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them again.
@@ -230,8 +230,8 @@ e2e: install ## Run whole jobs on the cluster.
 	$(PYTEST) tests/e2e -m "not long"
 
 .PHONY: long
-long: install ## Run the tests that take many minutes each: five Ray nodes, a job that is stopped and moved, faults, real queues, enforced NetworkPolicies.
-	$(PYTEST) tests/integration tests/e2e -m long
+long: install ## Run the tests that take many minutes each: many ranks, a job that is stopped and moved, faults, real queues, enforced NetworkPolicies.
+	$(PYTEST) tests/unit tests/integration tests/e2e -m long
 
 # --- a release ---
 

@@ -78,13 +78,10 @@ PARALLEL_RULES = [
     ),
     *(
         Rule(
-            rule=(
-                f"{is_idle}self.{role}.expertParallelSize == 1 || "
-                f"self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize == 1"
-            ),
+            rule=(f"{is_idle}self.{role}.expertParallelSize == 1 || self.{role}.tensorParallelSize == 1"),
             message=(
-                f"{role}.expertParallelSize above 1 is not supported with tensorParallelSize or pipelineParallelSize "
-                "above 1: set it to 1, or both of them"
+                f"{role}.expertParallelSize above 1 is not supported with tensorParallelSize above 1: set one of them "
+                "to 1"
             ),
             field_path=f".{role}.expertParallelSize",
         )
@@ -94,12 +91,15 @@ PARALLEL_RULES = [
         Rule(
             rule=(
                 f"{is_idle}self.{role}.expertParallelSize == 1 || "
-                f"self.{role}.tensorParallelSize * self.{role}.pipelineParallelSize > 1 || "
+                f"self.{role}.tensorParallelSize > 1 || "
                 f"(has(self.{role}.fsdpSize) ? self.{role}.fsdpSize % self.{role}.expertParallelSize == 0 : "
-                + _divide_pool(role, pool, "expertParallelSize")
+                + _divide_pool(role, pool, "expertParallelSize", "pipelineParallelSize")
                 + ")"
             ),
-            message=f"{role}.expertParallelSize must divide fsdpSize, or without it the GPUs of the {role}'s pool",
+            message=(
+                f"{role}.expertParallelSize must divide fsdpSize, or without it the GPUs of each pipeline stage in the "
+                f"{role}'s pool"
+            ),
             field_path=f".{role}.expertParallelSize",
         )
         for role, (pool, is_idle) in _POOL_OF.items()
@@ -169,30 +169,27 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
             yield field, size, f"{of_ref}{why}: {remedy}use a divisor, or remove the field"
 
 
-def _experts_are_divided_alone(spec: PPOJobSpec) -> Iterator[Problem]:
+def _experts_are_in_whole_layers(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, training, _ in _placed(spec):
-        others = {
-            "tensorParallelSize": training.tensor_parallel_size,
-            "pipelineParallelSize": training.pipeline_parallel_size,
-        }
-        named = " and ".join(f"{name} {number}" for name, number in others.items() if number > 1)
+        tensor = training.tensor_parallel_size
         # The reference has the actor's sizes.
-        if role != "ref" and training.expert_parallel_size > 1 and named:
-            remedy = f"is not supported with {named}: set it to 1, or both tensorParallelSize and pipelineParallelSize"
-            yield f"{role}.expertParallelSize", training.expert_parallel_size, remedy
+        if role != "ref" and training.expert_parallel_size > 1 and tensor > 1:
+            why = f"is not supported with tensorParallelSize {tensor}: set one of them to 1"
+            yield f"{role}.expertParallelSize", training.expert_parallel_size, why
 
 
 def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
     """The ranks over which FSDP shards a copy are divided into whole groups that have all experts."""
     for role, training, pool in _placed(spec):
-        size = training.expert_parallel_size
-        if training.tensor_parallel_size * training.pipeline_parallel_size > 1:
+        size, stages = training.expert_parallel_size, training.pipeline_parallel_size
+        if size == 1 or training.tensor_parallel_size > 1:
             continue
         if training.fsdp_size is not None and role != "ref" and training.fsdp_size % size:
             why = f"does not divide fsdpSize {training.fsdp_size}: use a divisor, or remove the field"
             yield f"{role}.expertParallelSize", size, why
-        elif training.fsdp_size is None and pool.gpus % size:
-            why = f"does not divide the {pool.gpus} GPUs of pool {pool.name}"
+        elif training.fsdp_size is None and pool.gpus % (size * stages):
+            of_stages = f"times pipelineParallelSize {stages} " * (stages > 1)
+            why = f"{of_stages}does not divide the {pool.gpus} GPUs of pool {pool.name}"
             if role == "ref":
                 remedy = f"set placement.ref to {spec.placement.actor}, or use a divisor"
                 yield (
@@ -241,7 +238,7 @@ PARALLEL_CHECKS = (
     _groups_fit_their_nodes,
     _stages_fill_the_pools,
     _copies_fill_the_pools,
-    _experts_are_divided_alone,
+    _experts_are_in_whole_layers,
     _experts_fill_the_copies,
     _replicas_fit_their_nodes,
 )

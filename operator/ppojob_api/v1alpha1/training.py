@@ -96,8 +96,8 @@ class Trained(ApiModel):
     stages - 1) passes: lower maxTokensPerGPU for more micro-batches. For pools of nodes with a slow network."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
     """Expert parallelism, for mixtures of experts: GPUs that each own some experts of every layer, to which the tokens
-    are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy (fsdpSize). Refused with
-    tensorParallelSize or pipelineParallelSize above 1. For mixtures whose layers are too large to gather."""
+    are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy, or a pipeline stage of it
+    (fsdpSize). Refused with tensorParallelSize above 1. For mixtures whose layers are too large to gather."""
     fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
     """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, of its tensor-parallel part or of its
     pipeline stage. The other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A

@@ -57,6 +57,7 @@ OTHER_WORDS = {
     "copies that do not fill the pool": "actor.fsdpSize must be a multiple of sequenceParallelSize",
     "stages that do not divide the pool": "actor.pipelineParallelSize times tensorParallelSize and sequenceParallel",
     "experts that do not divide the pool": "actor.expertParallelSize must divide fsdpSize, or without it the GPUs of",
+    "experts that do not divide a stage": "or without it the GPUs of each pipeline stage in the actor's pool",
     "experts over more ranks than a copy has": "actor.expertParallelSize must divide fsdpSize",
     "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
     "source of a mixture twice": 'spec.data.train.mixture[2]: Duplicate value: {"name":"sums"}',

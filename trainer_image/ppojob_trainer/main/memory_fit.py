@@ -207,11 +207,12 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
 def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients: int) -> float:
     """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
-    Of divided experts, those of a rank are gathered. If a single GPU computes a model or stage, the gradients are
-    accumulated in place.
+    Of divided experts, those of a rank are gathered; stages have as large a share of the experts as of all parameters.
+    If a single GPU computes a model or stage, the gradients are accumulated in place.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    of_others = size.in_experts - size.in_experts / _dividing(spec)[role].expert_parallel_size
+    in_experts = size.in_experts * size.largest_stage / size.num_parameters
+    of_others = in_experts - in_experts / _dividing(spec)[role].expert_parallel_size
     return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0))
 
 

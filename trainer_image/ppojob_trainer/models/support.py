@@ -62,7 +62,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
         push=Support.TESTED,
         lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.REFUSED,
-        pipeline=Support.REFUSED,
     ),
 }
 """By `model_type` of config.json."""

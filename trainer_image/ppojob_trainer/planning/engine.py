@@ -8,6 +8,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.train.model_fit import active_intermediate
 from ppojob_trainer.main.memory_fit import engine_weights
 
 __all__ = ["EnginePlan", "plan_engine"]
@@ -50,7 +51,7 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     share, weights = rollout.gpu_memory_utilization * gpu, engine_weights(spec, num_parameters)
     length = spec.data.max_prompt_length + spec.data.max_response_length
     tokens = max(rollout.max_num_batched_tokens, length)
-    layer = _BFLOAT16 * tokens * (8 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 0) // parts)
+    layer = _BFLOAT16 * tokens * (8 * text.hidden_size + 3 * active_intermediate(text) // parts)
     logits = _SAMPLING_COPIES * _FLOAT32 * rollout.max_num_seqs * text.vocab_size // parts
     room = max(0.0, share - weights - layer - logits)
     cached = int(room / per_token)

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.fsdp import attention, offload
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, create_mesh
 from ppojob_trainer.maths import log_probs
@@ -33,7 +34,13 @@ __all__ = ["LiveBytes", "as_on_cuda", "fake_ranks"]
 _BLOCK: Final = 512
 """CUDA's allocator rounds sizes up to this many bytes."""
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
-_KINDS: Final = {"gather": ("allgather", "all_gather"), "reduce": ("reduce",), "pipeline": ("recv",)}
+_KINDS: Final = {
+    "gather": ("allgather", "all_gather"),
+    "reduce": ("reduce",),
+    "pipeline": ("recv",),
+    # `train.expert` calls the functional operation, and sequence parallelism the other.
+    "experts": ("all_to_all_single",),
+}
 """Words in the names of operations, by the kind of traffic; all others are exchanges."""
 _ANY_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -125,12 +132,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
-    """Be the first rank of a pipeline stage in a process group whose collectives do nothing."""
+    """Be the first rank of a pipeline stage in a process group whose collectives do nothing.
+
+    Each rank of an expert-parallel group has as many tokens as this one, and all experts have equally many.
+    """
     assert not dist.is_initialized(), "a plan needs a process without a process group"
     rank = stage * dims.of_stage
     dist.init_process_group("fake", rank=rank, world_size=dims.world_size, store=FakeStore())
     try:
-        with _replaced(_PipelineSchedule, "_warmup_p2p", _agree):
+        with _replaced(_PipelineSchedule, "_warmup_p2p", _agree), _replaced(expert, "_read", _evenly):
             yield create_mesh(torch.device("cpu"), rank, dims, _ANY_TIMEOUT)
     finally:
         dist.destroy_process_group()
@@ -140,6 +150,14 @@ def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
     """Stages ask each other whether all know the sizes of their messages, as ours do. Fake ranks do not answer."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
+
+
+def _evenly(sizes: Tensor, num_rows: int) -> list[list[int]]:
+    """Divide the rows over the ranks [2, ranks]. The first rank, which is measured, gets no less than the others."""
+    ranks = sizes.shape[1]
+    each, more = divmod(num_rows, ranks)
+    sent = [each + (rank < more) for rank in range(ranks)]
+    return [sent, sent[:1] * ranks]
 
 
 @contextmanager

@@ -31,6 +31,21 @@ def _llama(
     }
 
 
+def _experts(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, of_expert: int) -> dict[str, Any]:
+    return _shape("qwen3_moe", hidden, intermediate, layers, heads, key_heads) | {
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": of_expert,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _shape(model_type: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
     return {
         "model_type": model_type,
@@ -57,6 +72,8 @@ KNOWN_MODELS: Final[dict[str, dict[str, Any]]] = {
     "Qwen/Qwen2.5-14B": _qwen(5120, 13_824, 48, 40, 8),
     "Qwen/Qwen2.5-32B": _qwen(5120, 27_648, 64, 40, 8),
     "Qwen/Qwen2.5-72B": _qwen(8192, 29_568, 80, 64, 8),
+    "Qwen/Qwen3-30B-A3B": _experts(2048, 6144, 48, 32, 4, 768),
+    "Qwen/Qwen3-235B-A22B": _experts(4096, 12_288, 94, 64, 4, 1536),
     "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, tied=True),
     "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, 8, tied=True),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14_336, 32, 32, 8),

@@ -31,6 +31,11 @@ class RolePlan:
         """Stages of its pipeline; 1 without one."""
         return 1 if self.role.divided_like is None else self.role.divided_like.pipeline_parallel_size
 
+    @property
+    def experts_over(self) -> int:
+        """GPUs over which the experts of a layer are divided; 1 without expert parallelism."""
+        return 1 if self.role.divided_like is None else self.role.divided_like.expert_parallel_size
+
 
 @dataclass(frozen=True)
 class PoolPlan:

@@ -67,6 +67,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
                     "peak": found.peak,
                     "staysGathered": found.stays_gathered,
                     "stages": found.stages,
+                    "expertsOver": found.experts_over,
                 }
                 for found in pool.roles
             ],
@@ -80,6 +81,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
         "links": [vars(link) for link in _links_of(plan)],
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
         "idleShares": _idle_shares(plan),
+        "assumptions": list(_assumptions(plan)),
         "notes": list(plan.notes),
         "layouts": [{"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits} for one in others],
         "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
@@ -89,10 +91,19 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
 
 def _words(plan: Plan) -> str:
     found = "The job fits." if plan.fits else "The job does not fit: see the changes below."
+    return " ".join([found, *_assumptions(plan)])
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
     compiled = [role.role.name for role in plan.roles.values() if role.role.trained and role.role.trained.compile]
     if compiled:
-        found += f" Layers are planned without `compile` ({', '.join(compiled)}), with which activations differ."
-    return found
+        yield f"Layers are planned without `compile` ({', '.join(compiled)}), with which activations differ."
+    divided = [name for name, role in plan.roles.items() if role.experts_over > 1]
+    if divided:
+        yield (
+            f"Routing is taken to be even ({', '.join(divided)}): all experts of a layer get equally many tokens. A "
+            "GPU whose experts get more needs more memory and time."
+        )
 
 
 def _table(*columns: str) -> Table:
@@ -113,6 +124,7 @@ def _pool(pool: PoolPlan) -> Table:
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, found.peak)
         remarks = ["stays gathered"] if found.stays_gathered else []
         remarks += [f"most of {found.stages} stages"] if found.stages > 1 else []
+        remarks += [f"experts over {found.experts_over}"] if found.experts_over > 1 else []
         name = found.role.name + (f" ({', '.join(remarks)})" if remarks else "")
         table.add_row(name, f"{found.measured.num_parameters / 1e9:.2f}", *map(_gb, sizes))
     memory = pool.memory

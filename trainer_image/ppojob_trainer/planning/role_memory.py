@@ -147,10 +147,9 @@ def _counted(module: nn.Module, config: PretrainedConfig) -> tuple[int, float]:
     """Return the parameters of the whole model, and how many numbers of its decoder layers compute for a token."""
     if not isinstance(module, PolicyModule | ValueModule) or module.stage is None:
         return sum(parameter.numel() for parameter in module.parameters()), _active(module, config)
-    # Stages of mixtures of experts are refused, so all numbers of a layer compute.
     parts = module.stage.parts
     value_head = config.get_text_config().hidden_size + 1 if isinstance(module, ValueModule) else 0
-    in_layers = sum(part.numel for part in parts if part.layer is not None)
+    in_layers = sum(part.numel * active_share(part.shape, config) for part in parts if part.layer is not None)
     return sum(part.numel for part in parts) + value_head, in_layers
 
 
@@ -159,7 +158,7 @@ def _active(module: nn.Module, config: PretrainedConfig) -> float:
     backbone = module.backbone if isinstance(module, PolicyModule | ValueModule) else module
     layers = [part for part in backbone.modules() if isinstance(part, nn.ModuleList)][:1]
     parameters = [parameter for part in layers for parameter in part.parameters()]
-    return sum(parameter.numel() * active_share(parameter, config) for parameter in parameters)
+    return sum(parameter.numel() * active_share(parameter.shape, config) for parameter in parameters)
 
 
 def _micro_batch(work: Work, parallel: ParallelMesh) -> MicroBatch:

@@ -83,7 +83,7 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
     Raises:
         ShapeNotFoundError: see `configs`.
         ModelMismatchError: a model cannot be divided by the sizes of the spec, or its context is too short.
-        ValueError: a role has an engine of the user, or divided experts.
+        ValueError: a role has an engine of the user.
     """
     model, actor = spec.model, spec.model.actor
     for section, training in (("actor", spec.actor), ("critic", spec.critic)):
@@ -130,13 +130,8 @@ def _role(
             "tensorParallelSize": training.tensor_parallel_size,
             "sequenceParallelSize": training.sequence_parallel_size,
             "pipelineParallelSize": training.pipeline_parallel_size,
+            "expertParallelSize": training.expert_parallel_size,
         }
-        if (experts := training.expert_parallel_size) > 1:
-            raise ValueError(
-                f"spec.{section}.expertParallelSize: {experts}: a plan runs the passes of one rank, and does not "
-                f"know the tokens of others: add --set spec.{section}.expertParallelSize=1 for a plan that gathers all "
-                "experts"
-            )
         check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
         check_context(name, source.path, config, spec.data)
     pool = pools_of_roles(spec)[name]

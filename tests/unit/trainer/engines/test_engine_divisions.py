@@ -65,7 +65,6 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             "actor.expertParallelSize 8 does not divide this qwen3_moe's number of experts 12: use a divisor",
         ),
         (llama(), {"critic.expertParallelSize": 2}, "critic.expertParallelSize 2: llama is no mixture of experts: set"),
-        (Qwen3MoeConfig(), {"critic.pipelineParallelSize": 2}, "stages of qwen3_moe, a mixture of experts"),
         (
             PretrainedConfig(model_type="mine"),
             {"actor.pipelineParallelSize": 2},
@@ -82,8 +81,8 @@ def test_a_size_that_does_not_divide_is_refused_by_its_field(
         check_divisions(config, sizes)
 
 
-def test_experts_are_divided_with_slices_of_sequences() -> None:
-    sizes = {"actor.expertParallelSize": 4, "actor.sequenceParallelSize": 2}
+def test_experts_are_divided_with_slices_of_sequences_and_in_stages() -> None:
+    sizes = {"actor.expertParallelSize": 4, "actor.sequenceParallelSize": 2, "actor.pipelineParallelSize": 3}
     check_divisions(Qwen3MoeConfig(num_experts=12), sizes)
 
 

@@ -27,6 +27,7 @@ from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
         ({"pipeline": 4, "tensor": 2}, ParallelDims(tensor=2, pipeline=4)),
         ({"expert": 4}, ParallelDims(shard=8, expert=4)),
         ({"expert": 4, "fsdp": 4, "sequence": 2}, ParallelDims(replicate=2, shard=2, sequence=2, expert=4)),
+        ({"expert": 2, "pipeline": 2}, ParallelDims(shard=4, pipeline=2, expert=2)),
     ],
 )
 def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims) -> None:
@@ -46,8 +47,8 @@ def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims
         ({"pipeline": 2, "fsdp": 4}, "cannot shard over 4 of 2 ranks of a stage .* use a multiple of 1 that divides 2"),
         ({"expert": 3}, "experts cannot be divided over 3 of 4 ranks over which FSDP shards: use a divisor"),
         ({"expert": 4, "fsdp": 2}, "experts cannot be divided over 4 of 2 ranks"),
-        ({"expert": 2, "tensor": 2}, "expert 2 with tensor 2 and pipeline 1 is not supported: set expert to 1"),
-        ({"expert": 2, "pipeline": 2}, "expert 2 with tensor 1 and pipeline 2 is not supported"),
+        ({"expert": 2, "tensor": 2}, "expert 2 with tensor 2 is not supported: set one of them to 1"),
+        ({"expert": 4, "pipeline": 2}, "experts cannot be divided over 4 of 2 ranks"),
         ({"expert": 0}, "the size of the expert axis is 0"),
     ],
 )
@@ -79,6 +80,10 @@ def test_consecutive_ranks_divide_experts_and_fsdp_shards_over_those_with_the_sa
     dims = ParallelDims(replicate=2, shard=4, expert=2)
     assert dims.expert_groups() == {
         "replicate": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "shard": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "expert": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
+    assert ParallelDims(pipeline=2, shard=4, expert=2).expert_groups() == {
         "shard": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "expert": [[0, 1], [2, 3], [4, 5], [6, 7]],
     }

@@ -31,6 +31,21 @@ def write_config(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+def write_experts(folder: Path, **changes: Any) -> str:
+    """Write the config.json of a mixture of experts without dense layers."""
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": HIDDEN // 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+    return write_config(folder, **experts | changes)
+
+
 def raw_job(path: str, gpus: int = 2, **sections: Any) -> dict[str, Any]:
     """Return a spec with all roles but a reward model in one pool; `sections` are merged into it."""
     spec: dict[str, Any] = {

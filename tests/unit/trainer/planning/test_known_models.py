@@ -17,6 +17,8 @@ PUBLISHED = {
     "Qwen/Qwen2.5-14B": 14.7,
     "Qwen/Qwen2.5-32B": 32.5,
     "Qwen/Qwen2.5-72B": 72.7,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-235B-A22B": 235,
     "meta-llama/Llama-3.2-1B": 1.23,
     "meta-llama/Llama-3.2-3B": 3.21,
     "meta-llama/Llama-3.1-8B": 8.03,

@@ -9,11 +9,13 @@ from ppojob_trainer.planning import plan_job
 from ppojob_trainer.planning.gpus import gpus_of_pools
 
 FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
-GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32}
+GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "235b-on-64": 64}
+# 94 layers, and five micro-batches of each stage: minutes.
+LONG = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if GPUS[name] > 32 else []) for name in GPUS])
 def test_the_layout_fits(name: str) -> None:
     file = FOLDER / f"{name}.yaml"
     spec = load(file).spec

@@ -19,7 +19,7 @@ from ppojob_trainer.planning.report import as_json, as_text
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, idle_shares, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
-from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config
+from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config, write_experts
 
 MB = 10**6
 H200 = GPUS["H200"]
@@ -292,6 +292,28 @@ def test_the_report_of_a_pipeline(tmp_path: Path) -> None:
     assert "update_actor (pipeline: 20% idle)" in printed.getvalue()
 
 
+def test_the_report_of_divided_experts_says_what_it_assumes(tmp_path: Path) -> None:
+    spec = job(write_experts(tmp_path), actor={"expertParallelSize": 2})
+    found = plan_job(spec, {"all": H200}, runner=measure)
+    assert found.fits
+    content = json.loads(as_json(found))
+    sizes = {role["role"]: role["expertsOver"] for role in content["pools"][0]["roles"]}
+    assert sizes == {"actor": 2, "critic": 1, "ref": 2}
+    (assumed,) = content["assumptions"]
+    assert assumed.startswith("Routing is taken to be even (actor, ref): all experts of a layer get equally many")
+    # 8 sequences of 128 tokens with two experts each; 3 layers send and receive their hidden states, and 8 counts. Two
+    # micro-batches of log-probs; in the update also of the layers computed again, and gradients.
+    rows = 2 * 8 * 128 * 2 * HIDDEN * 2
+    links = {(link["what"], link["way"]): link["bytes_each"] for link in content["links"]}
+    assert links["actor: experts", "between its ranks"] == 2 * 3 * ((rows + 64) + (3 * rows + 2 * 64))
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(as_text(found))
+    assert "actor (experts over 2)" in printed.getvalue()
+    assert assumed in " ".join(printed.getvalue().split())
+    (whole,) = plan_job(job(write_experts(tmp_path)), {"all": H200}, runner=measure).pools
+    assert json.loads(as_json(replace(found, pools=[whole])))["assumptions"] == []
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -316,7 +338,7 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     own = {"engine": "Class", "engineClass": {"module": "mine", "className": "Mine"}}
     with pytest.raises(ValueError, match=r"spec.critic.engine: Class: a plan knows the memory of engine FSDP alone"):
         plan_job(job(path, critic=own), gpus)
-    with pytest.raises(ValueError, match=r"spec.actor.expertParallelSize: 2: .* for a plan that gathers all experts"):
+    with pytest.raises(ModelMismatchError, match=r"actor.expertParallelSize 2: qwen2 is no mixture of experts: set it"):
         plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
     with pytest.raises(ModelMismatchError, match=r"critic.pipelineParallelSize 4 is more than this qwen2's num_hidden"):
         plan_job(job(path, 4, critic={"pipelineParallelSize": 4}), gpus)

@@ -13,7 +13,6 @@ Suffixes: S rows, one for each token and each of its experts; D size of the hidd
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,12 +49,15 @@ class ExpertPeers:
     fsdp_mesh: DeviceMesh
 
     @classmethod
-    def of(cls, groups: Mapping[str, dist.ProcessGroup], device_type: str) -> ExpertPeers:
-        """Create both meshes from this rank's group of each axis, the innermost last: that is the expert axis."""
+    def of(cls, groups: Mapping[str, dist.ProcessGroup], device_type: str, ranks: Tensor) -> ExpertPeers:
+        """Create both meshes from this rank's group of each axis, the innermost last: that is the expert axis.
+
+        Args:
+            ranks: of this pipeline stage, int64 [ranks]; without a pipeline all.
+        """
         axes = tuple(groups)
-        ranks = torch.arange(math.prod(group.size() for group in groups.values()))
-        ranks = ranks.view([group.size() for group in groups.values()])
-        whole = DeviceMesh.from_group(list(groups.values()), device_type, ranks, mesh_dim_names=axes)
+        placed = ranks.view([group.size() for group in groups.values()])
+        whole = DeviceMesh.from_group(list(groups.values()), device_type, placed, mesh_dim_names=axes)
         return cls(whole[axes[-1]], whole[axes[:-1]])
 
     @property
@@ -69,16 +71,16 @@ class ExpertPeers:
         """Number of ranks over which the experts are divided."""
         return self.mesh.size()
 
-    def route(self, counts_E: Tensor) -> Route:
+    def route(self, counts_E: Tensor, num_rows: int) -> Route:
         """Exchange the numbers of rows that the ranks send each other; the host waits for them. Collective.
 
         Args:
             counts_E: this rank's rows for each expert, int64 [E]; the first rank of the group owns the first E / size.
+            num_rows: their sum.
         """
         counts = counts_E.view(self.size, -1)
         received = self._exchange(counts).view_as(counts)
-        # The one place where the host waits for the device in a pass: it must know the sizes of the messages.
-        sent_rows, received_rows = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+        sent_rows, received_rows = _read(torch.stack([counts.sum(1), received.sum(1)]), num_rows)
         own = torch.arange(counts.shape[1], device=counts.device).repeat(self.size)
         experts = own.repeat_interleave(received.flatten(), output_size=sum(received_rows))
         return Route(sent_rows, received_rows, experts)
@@ -95,3 +97,14 @@ class ExpertPeers:
         exchanged = all_to_all_single(rows.contiguous(), received, sent, self.mesh.get_group())
         waited: Tensor = wait_tensor(exchanged)  # type: ignore[no-untyped-call]
         return waited
+
+
+def _read(sizes: Tensor, num_rows: int) -> list[list[int]]:
+    """Return the rows that this rank sends to each rank, `num_rows` together, and those that it receives.
+
+    The one place where the host waits for the device in a pass: it must know the sizes of the messages. Fake tensors
+    have no numbers, so `planning` replaces this function.
+    """
+    sent, received = sizes.tolist()
+    assert sum(sent) == num_rows, "each row has one expert, and each expert one owner"
+    return [sent, received]

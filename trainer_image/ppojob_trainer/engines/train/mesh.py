@@ -84,11 +84,8 @@ class ParallelDims:
                 f"experts cannot be divided over {self.expert} of {self.fsdp} ranks over which FSDP shards: use a "
                 "divisor"
             )
-        if self.expert > 1 and self.tensor * self.pipeline > 1:
-            raise ValueError(
-                f"expert {self.expert} with tensor {self.tensor} and pipeline {self.pipeline} is not supported: set "
-                "expert to 1, or both of the others"
-            )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(f"expert {self.expert} with tensor {self.tensor} is not supported: set one of them to 1")
 
     @classmethod
     def of(
@@ -362,6 +359,8 @@ def init_process_group(
 def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
     """Create the groups and the mesh in a process group, as every rank must in the same order."""
     sums, sequence, pipeline, experts = None, None, None, None
+    # The ranks of this stage: another one has other parameters.
+    ranks = torch.arange(dims.of_stage) + rank // dims.of_stage * dims.of_stage
     if dims.num_shards < dims.world_size:
         sums = _group_of(rank, dims.groups(REPLICATE, SHARD), timeout)
     if dims.sequence > 1:
@@ -373,7 +372,7 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
     if dims.expert > 1:
         of_experts = dims.expert_groups()
         mine = {axis: _group_of(rank, groups, timeout) for axis, groups in of_experts.items()}
-        experts = ExpertPeers.of(mine, device.type)
+        experts = ExpertPeers.of(mine, device.type, ranks)
     if dims.fsdp == dims.world_size:
         mesh = init_device_mesh(device.type, (dims.world_size,), mesh_dim_names=(SHARD,))
         return ParallelMesh(device, mesh, rank, dims, sums, sequence=sequence, experts=experts)
@@ -382,10 +381,8 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
     names = tuple(axis for axis, (size, _) in axes.items() if size > 1 or axis == SHARD)
     # Created explicitly, because the groups that torch creates for a mesh have torch's default timeout.
     groups = [_group_of(rank, dims.groups(*axes[axis][1]), timeout) for axis in names]
-    # The ranks of this stage: another one has other parameters.
-    ranks = torch.arange(dims.of_stage) + rank // dims.of_stage * dims.of_stage
-    ranks = ranks.view([axes[axis][0] for axis in names])
-    whole = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+    placed = ranks.view([axes[axis][0] for axis in names])
+    whole = DeviceMesh.from_group(groups, device.type, placed, mesh_dim_names=names)
     of_fsdp = tuple(axis for axis in names if axis != TENSOR)
     tensor_mesh = whole[TENSOR] if TENSOR in names else None
     return ParallelMesh(device, whole[of_fsdp], rank, dims, sums, tensor_mesh, sequence, pipeline, experts)

@@ -15,7 +15,7 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.families import num_experts
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
 from ppojob_trainer.engines.train.model_fit import check_heads, indivisible
-from ppojob_trainer.models.support import FAMILIES, Support
+from ppojob_trainer.models.support import FAMILIES
 
 _SEQUENCE, _TENSOR, _PIPELINE = "sequenceParallelSize", "tensorParallelSize", "pipelineParallelSize"
 _EXPERT = "expertParallelSize"
@@ -47,10 +47,6 @@ def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) ->
     if config.model_type not in FAMILIES:
         raise ModelMismatchError(
             f"{field} {size}: {config.model_type} has custom code, which may need all layers on each rank: set it to 1"
-        )
-    if FAMILIES[config.model_type].pipeline is Support.REFUSED:
-        raise ModelMismatchError(
-            f"{field} {size}: stages of {config.model_type}, a mixture of experts, are not supported: set it to 1"
         )
     if text.num_hidden_layers < size:
         raise ModelMismatchError(

@@ -22,6 +22,8 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ppojob_trainer.engines.train.expert import ExpertPeers
+from ppojob_trainer.engines.train.fsdp.families import num_experts
+from ppojob_trainer.engines.train.fsdp.stages import layer_number
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
@@ -65,7 +67,7 @@ def _multiply_on_owners(
     chosen_S = chosen_TK.flatten()
     counts_E = torch.zeros_like(module.get_buffer(COUNTS)).scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
     order_S = chosen_S.argsort(stable=True)
-    route = peers.route(counts_E)
+    route = peers.route(counts_E, len(chosen_S))
     received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
     own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
     experts = WithParts(module, {**own, "num_experts": len(counts_E) // peers.size})
@@ -132,12 +134,18 @@ def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
     number of experts divided by those per token if all tokens use the same ones. With sequence parallelism, the few
     tokens that fill up the ranks' slices count too.
     """
-    counts = [experts.get_buffer(COUNTS) for _, experts in expert_modules(backbone)]
-    if not counts:
+    config: Any = backbone.config
+    if (size := num_experts(config)) is None:
         return {}
-    tokens = parallel.sum_of_ranks(torch.stack(counts)).double()
-    for count in counts:
+    counts = {layer_number(name): experts.get_buffer(COUNTS) for name, experts in expert_modules(backbone)}
+    # Of all layers, because another pipeline stage has others. Those without experts have no tokens.
+    tokens = torch.zeros(config.num_hidden_layers, size, dtype=torch.int64)
+    if counts:
+        tokens[list(counts)] = torch.stack(list(counts.values())).cpu()
+    tokens = parallel.sum_of_ranks(tokens).double()
+    for count in counts.values():
         count.zero_()
+    tokens = tokens[tokens.any(dim=1)]
     layers = tokens.amax(dim=1) / tokens.mean(dim=1)
     return {
         f"{role}/expert_imbalance/mean": float(layers.mean()),
@@ -145,11 +153,12 @@ def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
     }
 
 
-def active_share(parameter: nn.Parameter, config: PretrainedConfig) -> float:
-    """Return which share of a parameter's numbers computes for a token: less than 1 for fused experts alone."""
-    if parameter.ndim != 3:
+def active_share(shape: Sequence[int], config: PretrainedConfig) -> float:
+    """Return which share of the numbers of a parameter of this shape computes for a token: less than 1 for fused
+    experts alone."""
+    if len(shape) != 3:
         return 1.0
-    return int(config.num_experts_per_tok) / parameter.shape[0]
+    return int(config.num_experts_per_tok) / shape[0]
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, count_and_multiply)

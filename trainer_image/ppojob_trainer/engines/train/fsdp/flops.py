@@ -61,7 +61,7 @@ def model_flops(
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
     matrices = sum(
-        _operations(parameter) * parameter.numel() * active_share(parameter, config)
+        _operations(parameter) * parameter.numel() * active_share(parameter.shape, config)
         for parameter in backbone.get_submodule("layers").parameters()
     )
     if peers is not None:

@@ -36,6 +36,7 @@ __all__ = [
     "Part",
     "Stage",
     "cut",
+    "layer_number",
     "layers_of_stage",
     "parameters_of_stages",
     "parts_of",
@@ -107,6 +108,12 @@ class Stage:
             yield stage, list(group)
 
 
+def layer_number(name: str) -> int | None:
+    """Return the number of the decoder layer of a parameter or module by its path; None if it is outside of them."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
 def layers_of_stage(num_layers: int, stage: int, size: int) -> range:
     """Return the numbers of a stage's layers. The later stages have fewer: the last one has the output layer, too."""
     each, more = divmod(num_layers, size)
@@ -120,9 +127,9 @@ def parts_of(language_model: PreTrainedModel, num_layers: int, size: int) -> tup
     embedding = {id(parameter) for parameter in _embedding(language_model).parameters()}
     found = []
     for name, parameter in language_model.named_parameters():
-        layer = _LAYER.match(name)
+        layer = layer_number(name)
         outside = 0 if id(parameter) in embedding else size - 1
-        found.append(Part(name, tuple(parameter.shape), stage_of[int(layer[1])] if layer else outside))
+        found.append(Part(name, tuple(parameter.shape), outside if layer is None else stage_of[layer]))
     return tuple(found)
 
 

@@ -1,0 +1,101 @@
+"""What a mixture of experts needs on fake tensors: what real ranks hold, and what they send each other."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.train.fsdp.model import LoadOptions
+from ppojob_trainer.engines.train.mesh import ParallelDims
+from ppojob_trainer.planning import fake_device, role_memory
+from ppojob_trainer.planning.role_memory import Work, measure, measure_stage
+from tests.unit.trainer.engines.test_engine_peers import run_ranks
+from tests.unit.trainer.planning import stage_ranks
+from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
+from tests.unit.trainer.planning.jobs import HIDDEN, write_experts
+
+EXPERTS, PER_TOKEN, LAYERS = 4, 3, 2
+ONE_EXPERT = 3 * HIDDEN * 192
+TOKENS = SEQUENCES * (PROMPT + RESPONSE)
+ROWS = TOKENS * PER_TOKEN * HIDDEN * 2
+"""Bytes of a hidden state in bfloat16 for each token and each of its experts."""
+COUNTS = 8 * EXPERTS
+TWO, IN_STAGES = ParallelDims(shard=2, expert=2), ParallelDims(shard=2, pipeline=2, expert=2)
+
+
+def work(folder: Path, dims: ParallelDims, per_token: int = PER_TOKEN, passes: int = 2, **options: Any) -> Work:
+    path = write_experts(folder, num_experts=EXPERTS, num_experts_per_tok=per_token, num_hidden_layers=LAYERS)
+    config, load = AutoConfig.from_pretrained(path), LoadOptions(gradient_checkpointing=True, **options)
+    return Work("actor", config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, ActorSpec(), num_forward=passes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [TWO, pytest.param(IN_STAGES, marks=pytest.mark.long)], ids=str)
+def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims) -> None:
+    """Processes with the real engine, on the CPU. Each token uses all experts: that is even routing."""
+    planned_work = work(tmp_path, dims, EXPERTS, MICRO_BATCHES)
+    with monkeypatch.context() as patched:
+        patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
+        stages = [measure_stage(planned_work, stage) for stage in range(dims.pipeline)]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)
+
+    run_ranks(dims, tmp_path, tmp_path, stage_ranks.live_bytes)
+
+    # A message between stages is 0.8 % of what a stage of this model holds.
+    near = 0.02 if dims.pipeline > 1 else 0.01
+    for rank in range(dims.world_size):
+        planned = stages[rank // dims.of_stage]
+        seen = torch.load(tmp_path / f"rank-{rank}.pt")
+        assert seen["idle"] == pytest.approx(planned.weights + planned.optimizer, rel=near), rank
+        assert seen["update"] == pytest.approx(planned.update, rel=near), rank
+        assert seen["forward"] - planned.optimizer == pytest.approx(planned.forward, rel=near), rank
+
+
+def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
+    """A layer sends its rows and receives them again; the backward pass computes both again, and sends gradients."""
+    found = measure(work(tmp_path, TWO))
+    assert found.traffic["experts"] == LAYERS * (2 * ROWS + COUNTS)
+    assert found.update_traffic["experts"] == LAYERS * (3 * 2 * ROWS + 2 * COUNTS)
+    assert measure(work(tmp_path, ParallelDims(shard=2))).traffic["experts"] == 0
+
+
+def test_a_rank_gathers_its_own_experts_alone(tmp_path: Path) -> None:
+    """In bfloat16, over the ranks that own the same ones; if there are no others, nothing."""
+    whole = measure(work(tmp_path, ParallelDims(shard=4)))
+    in_experts = LAYERS * EXPERTS * ONE_EXPERT
+    gathered = {size: measure(work(tmp_path, ParallelDims(shard=4, expert=size))).traffic["gather"] for size in (2, 4)}
+    assert whole.traffic["gather"] - gathered[2] == 2 * in_experts / 2
+    assert whole.traffic["gather"] - gathered[4] == 2 * in_experts
+
+
+def test_divided_experts_are_sharded_over_all_ranks(tmp_path: Path) -> None:
+    whole, divided = (measure(work(tmp_path, ParallelDims(shard=4, expert=size))) for size in (1, 2))
+    for number in ("weights", "gradients", "optimizer"):
+        assert getattr(divided, number) == pytest.approx(getattr(whole, number), rel=0.01), number
+    numbers = whole.num_parameters, whole.layer_parameters
+    assert (divided.num_parameters, divided.layer_parameters) == numbers
+    # The gathered experts of a layer, and their gradients in bfloat16 and float32, are halved.
+    assert divided.update < whole.update - EXPERTS * ONE_EXPERT / 2 * 2
+
+
+def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Path) -> None:
+    whole = measure(work(tmp_path, TWO))
+    stages = [measure_stage(work(tmp_path, IN_STAGES), stage) for stage in (0, 1)]
+    for number in ("num_parameters", "layer_parameters"):
+        assert {getattr(stage, number) for stage in stages} == {getattr(whole, number)}, number
+    for number in ("weights", "gradients", "optimizer"):
+        assert sum(getattr(stage, number) for stage in stages) == pytest.approx(getattr(whole, number), rel=0.01)
+    for number in ("traffic", "update_traffic"):
+        assert sum(getattr(stage, number)["experts"] for stage in stages) == getattr(whole, number)["experts"], number
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_are_divided_evenly_and_the_measured_rank_gets_no_fewer(ranks: int) -> None:
+    sent, received = fake_device._evenly(torch.zeros(2, ranks), 4 * ranks + 1)
+    assert sent == [5] + [4] * (ranks - 1)
+    assert received == [5] * ranks
