@@ -204,6 +204,11 @@ class RolloutSpec(ApiModel):
     speculative: SpeculativeSpec | None = None
     """Draft tokens when few sequences are left, to shorten the tail of a generation; `{}` takes the defaults. Absent:
     no drafts."""
+    routing_replay: bool = False
+    """For mixtures of experts (Rollout Routing Replay, Ma et al. 2025): the engine records the experts of each token,
+    and the actor's log-probs and updates use these instead of their own choice. Engine and trainer may choose
+    differently where two experts score almost the same; log-probs then differ. The reference and the critic choose
+    their own. Costs a byte for each token, layer and expert of a token, and vLLM's own scheduling of each step."""
     engine_args: RawObject = Field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
     here, or that the trainer sets itself, are rejected."""

@@ -45,6 +45,7 @@ from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule,
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import InOrder, Passes, Pipelined, Received
+from ppojob_trainer.engines.train.fsdp.routing import differing_metrics
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
@@ -167,6 +168,7 @@ class FSDPEngine:
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
         metrics = objective.metrics(batch, result, self.parallel)
         metrics |= imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
+        metrics |= differing_metrics(self.setup.section, self.module.backbone, self.parallel)
         waited = self._saves.take_waited_s()
         return metrics if waited is None else metrics | {f"timing_s/checkpoint/wait_{self.setup.section}": waited}
 

@@ -128,6 +128,8 @@ def add_counts(model: nn.Module) -> None:
 def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
     """Return how unevenly the updates since the last call used the experts; empty without experts. Collective.
 
+    `expert_idle_share` is the share of all layers' experts that no token used.
+
     A layer's imbalance is the share of its busiest expert divided by the mean share: 1 if all are used equally, the
     number of experts divided by those per token if all tokens use the same ones. With sequence parallelism, the few
     tokens that fill up the ranks' slices count too.
@@ -142,6 +144,7 @@ def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
     return {
         f"{role}/expert_imbalance/mean": float(layers.mean()),
         f"{role}/expert_imbalance/max": float(layers.max()),
+        f"{role}/expert_idle_share": float((tokens == 0).double().mean()),
     }
 
 

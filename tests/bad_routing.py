@@ -1,0 +1,51 @@
+"""Bad specs of mixtures of experts: rows of the table of `bad_specs`."""
+
+from tests.bad_off_policy import APART
+from tests.good_spec import BadSpec, Step
+
+
+def _spec(*place: Step) -> tuple[Step, ...]:
+    return ("spec", *place)
+
+
+BAD_ROUTING = (
+    BadSpec(
+        "recorded experts of prompts that are not kept",
+        {_spec("rollout"): {"routingReplay": True, "enablePrefixCaching": False}},
+        "spec.rollout.enablePrefixCaching",
+        "set it to true",
+        shows="False",
+    ),
+    BadSpec(
+        "recorded experts of drafts",
+        {_spec("rollout"): {"routingReplay": True, "speculative": {}}},
+        "spec.rollout.speculative",
+        "remove one of both",
+    ),
+    BadSpec(
+        "recorded experts of several weights",
+        {**APART, _spec("schedule", "weightUpdates"): "InFlight", _spec("rollout", "routingReplay"): True},
+        "spec.schedule.weightUpdates",
+        "use BetweenGenerations",
+        shows="InFlight",
+    ),
+    BadSpec(
+        "recorded experts for an engine that does not read them",
+        {
+            _spec("rollout"): {"routingReplay": True},
+            _spec("actor", "engine"): "Class",
+            _spec("actor", "engineClass"): {"module": "mine", "className": "Engine"},
+        },
+        "spec.rollout.routingReplay",
+        "set it to false",
+        shows="True",
+    ),
+    BadSpec(
+        "vLLM's argument for recorded experts",
+        {_spec("rollout"): {"engineArgs": {"enable_return_routed_experts": True}}},
+        "spec.rollout.engineArgs.enable_return_routed_experts",
+        "use rollout.routingReplay",
+        shows="True",
+        server_refuses=False,
+    ),
+)

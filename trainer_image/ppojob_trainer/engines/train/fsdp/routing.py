@@ -1,0 +1,111 @@
+"""The routers of a mixture of experts: replay of the experts that the rollout engine chose, and how often they differ.
+
+Routing replay (R3, Ma et al. 2025, arXiv 2510.11370): trainer and engine round differently, so where two experts score
+almost the same, they choose different ones, and the log-probs of the same tokens are far apart. With the engine's
+choice recorded, a router here takes it over, and weights the experts by its own scores of them:
+
+    p = softmax(logits)        g = p[recorded], divided by its sum if the model normalises it
+
+So gradients reach the router through the weights, as they do without replay. Called by `model` (the routers of a new
+model) and `modules` (the experts of a micro-batch). The recording stays with the routers until the next pass, because
+gradient checkpointing computes the layers again: a pipeline, whose backward passes come later, is refused for mixtures.
+
+Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.protocol import Keys, ProtocolError
+
+__all__ = ["differing_metrics", "prepare_routers", "replay_experts", "routers"]
+
+DIFFERING: Final = "differing_choices"
+"""Name of a router's buffer: the number of its own choices that were not recorded, and of all that were compared."""
+_RECORDED: Final = "recorded_experts"
+"""Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
+
+
+def prepare_routers(model: nn.Module) -> None:
+    """Let the routers of a model take over recorded experts; nothing changes in a model without routers."""
+    for _, router in routers(model):
+        setattr(router, _RECORDED, None)
+        router.register_buffer(DIFFERING, torch.zeros(2, dtype=torch.int64), persistent=False)
+        router.forward = MethodType(_route, router)
+
+
+def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
+    """Let the routers choose these experts in the next pass and its backward pass; None: their own.
+
+    Args:
+        experts: integers [T, L * K], -1 where the routers choose.
+
+    Raises:
+        ProtocolError: the recording is of another model.
+    """
+    found = list(routers(backbone))
+    if not found:
+        return
+    num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
+    if experts is not None and experts.shape[1] != num_layers * per_token:
+        raise ProtocolError(
+            f"column {Keys.ROUTED_EXPERTS!r} has {experts.shape[1]} values for each token, and the model has {num_layers} "
+            f"layers with {per_token} experts of a token: record the experts of the model that is trained"
+        )
+    of_layers = None if experts is None else experts.view(-1, num_layers, per_token)
+    for layer, router in found:
+        setattr(router, _RECORDED, None if of_layers is None else of_layers[:, layer])
+
+
+def differing_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
+    """Return the share of the routers' own choices since the last call that were not recorded. Collective.
+
+    Of updates with recorded experts alone: empty without them. A choice is one expert of one token in one layer.
+    """
+    counts = [router.get_buffer(DIFFERING) for _, router in routers(backbone)]
+    if not counts:
+        return {}
+    differing, compared = parallel.sum_of_ranks(torch.stack(counts).sum(dim=0)).tolist()
+    for count in counts:
+        count.zero_()
+    return {f"{role}/routing_differs": differing / compared} if compared else {}
+
+
+def routers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number of the layer of each router, and the router."""
+    layers = next((part for name, part in model.named_modules() if name.split(".")[-1] == "layers"), nn.ModuleList())
+    for number, layer in enumerate(layers.children()):
+        for part in layer.modules():
+            if isinstance(part, Qwen3MoeTopKRouter):
+                yield number, part
+
+
+def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As transformers' router: return logits [T, E], the weights of the chosen experts [T, K], and the experts."""
+    logits, weights_TK, own_TK = type(router).forward(router, hidden_states)
+    recorded: Tensor | None = getattr(router, _RECORDED)
+    if recorded is None:
+        return logits, weights_TK, own_TK
+    is_recorded = recorded >= 0
+    chosen_TK = torch.where(is_recorded, recorded.to(own_TK.dtype), own_TK)
+    if router.training:
+        _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, is_recorded)
+    weights_TK = functional.softmax(logits, dtype=torch.float, dim=-1).gather(1, chosen_TK)
+    if router.norm_topk_prob:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return logits, weights_TK.to(logits.dtype), chosen_TK
+
+
+@torch.no_grad()
+def _count_differing(counts: Tensor, own_TK: Tensor, chosen_TK: Tensor, is_recorded: Tensor) -> None:
+    is_other = (own_TK.unsqueeze(2) != chosen_TK.unsqueeze(1)).all(dim=2) & is_recorded
+    counts.add_(torch.stack([is_other.sum(), is_recorded.sum()]))
