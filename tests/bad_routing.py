@@ -41,6 +41,24 @@ BAD_ROUTING = (
         shows="True",
     ),
     BadSpec(
+        "balanced experts of an engine that does not balance them",
+        {
+            _spec("actor", "routerAuxLossCoefficient"): 0.5,
+            _spec("actor", "engine"): "Class",
+            _spec("actor", "engineClass"): {"module": "mine", "className": "Engine"},
+        },
+        "spec.actor.routerAuxLossCoefficient",
+        "set it to 0",
+        shows="0.5",
+    ),
+    BadSpec(
+        "balanced experts of compiled layers",
+        {_spec("actor", "routerAuxLossCoefficient"): 0.5, _spec("model", "actor", "compile"): True},
+        "spec.model.actor.compile",
+        "set it to false",
+        shows="True",
+    ),
+    BadSpec(
         "vLLM's argument for recorded experts",
         {_spec("rollout"): {"engineArgs": {"enable_return_routed_experts": True}}},
         "spec.rollout.engineArgs.enable_return_routed_experts",

@@ -12,8 +12,8 @@ from tests.bad_data import BAD_DATA
 from tests.bad_divisions import BAD_DIVISIONS
 from tests.bad_elastic import BAD_ELASTIC
 from tests.bad_off_policy import BAD_OFF_POLICY
-from tests.bad_routing import BAD_ROUTING
 from tests.bad_paths import BAD_PATHS
+from tests.bad_routing import BAD_ROUTING
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
 __all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]

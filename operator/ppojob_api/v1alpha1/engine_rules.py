@@ -61,9 +61,10 @@ ENGINE_RULES = [
     for role in ("actor", "critic")
 ]
 
+_BALANCE = "self.actor.routerAuxLossCoefficient"
 _REPLAY = "self.rollout.routingReplay"
 
-REPLAY_RULES = [
+EXPERT_RULES = [
     Rule(
         rule=f"!{_REPLAY} || self.rollout.enablePrefixCaching",
         message="vLLM keeps the experts of routingReplay beside its prefix cache: set enablePrefixCaching to true",
@@ -84,8 +85,18 @@ REPLAY_RULES = [
         message="a training engine of class Class does not replay experts: set rollout.routingReplay to false",
         field_path=".rollout.routingReplay",
     ),
+    Rule(
+        rule=f"{_BALANCE} == 0.0 || self.actor.engine == 'FSDP'",
+        message="an engine of class Class has no load-balancing loss: set actor.routerAuxLossCoefficient to 0",
+        field_path=".actor.routerAuxLossCoefficient",
+    ),
+    Rule(
+        rule=f"{_BALANCE} == 0.0 || !self.model.actor.compile",
+        message="compiled layers have no load-balancing loss: set model.actor.compile to false",
+        field_path=".model.actor.compile",
+    ),
 ]
-"""Of rollout.routingReplay. Whether the model is a mixture of experts is known to the trainer, which refuses others."""
+"""Of fields for mixtures of experts. The trainer knows whether the model is one, and refuses others."""
 
 
 def engine_classes(spec: PPOJobSpec) -> Iterator[tuple[str, EngineClass]]:
@@ -147,6 +158,18 @@ def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
         yield replay, True, "a training engine of actor.engineClass does not replay experts: set it to false"
 
 
+def _experts_can_be_balanced(spec: PPOJobSpec) -> Iterator[Problem]:
+    coefficient = spec.actor.router_aux_loss_coefficient
+    if coefficient == 0:
+        return
+    if spec.actor.engine is Engine.CLASS:
+        remedy = "a training engine of actor.engineClass has no load-balancing loss: set it to 0"
+        yield "actor.routerAuxLossCoefficient", coefficient, remedy
+    if spec.model.actor.compile:
+        remedy = "compiled layers have no load-balancing loss: set it to false, or actor.routerAuxLossCoefficient to 0"
+        yield "model.actor.compile", True, remedy
+
+
 def _shortest_lookup_is_not_above_the_longest(spec: PPOJobSpec) -> Iterator[Problem]:
     given = spec.rollout.speculative
     if given is not None and given.prompt_lookup_min > given.prompt_lookup_max:
@@ -160,5 +183,6 @@ ENGINE_CHECKS = (
     _engine_args_are_the_users,
     _the_trainers_scheduler_is_there,
     _experts_can_be_replayed,
+    _experts_can_be_balanced,
     _shortest_lookup_is_not_above_the_longest,
 )

@@ -135,6 +135,10 @@ class ActorSpec(Trained):
     data.maxResponseLength (Dr.GRPO)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
+    router_aux_loss_coefficient: float = Field(default=0.0, ge=0, le=1000)
+    """For mixtures of experts: coefficient of the load-balancing loss (Fedus et al. 2021), which penalises unequal use
+    of the experts. Its fractions are those of a micro-batch (maxTokensPerGPU). 0: none. Refused with
+    model.actor.compile."""
 
 
 class CriticSpec(Trained):

@@ -48,7 +48,7 @@ def test_log_probs_follow_the_pushed_experts(seen: dict[str, Any]) -> None:
 def test_recorded_experts_bring_a_trainer_of_another_precision_closer(seen: dict[str, Any]) -> None:
     """The engine computes in float32, this trainer in bfloat16: where two scores are close, it chooses another one."""
     diffs = seen["replay"]
-    assert diffs["replayed"] < diffs["not_replayed"] / 2
+    assert diffs["replayed"] < 0.75 * diffs["not_replayed"]
     assert diffs["wrongly_replayed"] > 2 * diffs["not_replayed"]
 
 

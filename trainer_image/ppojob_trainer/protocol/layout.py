@@ -69,7 +69,8 @@ def _experts_column(sequences: Sequence[Sequence[int]], experts: Sequence[Expert
     for index, (sequence, recorded) in enumerate(zip(sequences, experts, strict=True)):
         if len(recorded) != len(sequence) - 1:
             raise ProtocolError(
-                f"sequence {index} has {len(sequence)} tokens but experts of {len(recorded)}: all but the last have some"
+                f"sequence {index} has {len(sequence)} tokens but experts of {len(recorded)}: all but the "
+                "last have some"
             )
     rows = [recorded.reshape(-1) for recorded in experts]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.routing import routers
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
 from ppojob_trainer.maths.losses import Denominators
-from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, rollout_batch
+from ppojob_trainer.maths.packing import micro_batches
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
 from tests.unit.trainer.engines import gradient_ranks, peer_ranks
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_experts import NUM_EXPERTS, PER_TOKEN, save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
+from tests.unit.trainer.padded import padded_inputs
 
 NUM_LAYERS = 3
 DENSE_LAYER = 1
 AGGREGATION = LossAggregation.TOKEN_MEAN
+COEFFICIENT = 0.3
 Recording = np.ndarray[Any, Any]
 
 
@@ -54,13 +59,17 @@ def random_recording(batch: DataProto) -> DataProto:
     return recorded(batch, [row(length) for length in batch.ragged(Keys.INPUT_IDS).lengths.tolist()])
 
 
+def note_choice(chosen: dict[int, Tensor], layer: int, *call: Any) -> None:
+    chosen[layer] = call[-1][2]
+
+
 def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
     """What the policy's routers choose themselves, as an engine would record it; one sequence after the other."""
     rows = []
     for row in range(len(batch)):
         chosen: dict[int, Tensor] = {}
         hooks = [
-            router.register_forward_hook(lambda _, __, output, layer=layer: chosen.update({layer: output[2]}))
+            router.register_forward_hook(partial(note_choice, chosen, layer))
             for layer, router in routers(policy.module.backbone)
         ]
         policy.forward(batch[row])
@@ -71,9 +80,14 @@ def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
     return recorded(batch, rows)
 
 
-def make_policy(parallel: ParallelMesh, path: Path, max_tokens: int = 33, **model: Any) -> FSDPEngine:
+def make_policy(
+    parallel: ParallelMesh, path: Path, max_tokens: int = 33, balance: float = 0.0, **model: Any
+) -> FSDPEngine:
     training = ActorSpec(
-        learning_rate=1e-3, max_tokens_per_gpu=max_tokens, entropy_coefficient=gradient_ranks.ENTROPY_COEFFICIENT
+        learning_rate=1e-3,
+        max_tokens_per_gpu=max_tokens,
+        entropy_coefficient=gradient_ranks.ENTROPY_COEFFICIENT,
+        router_aux_loss_coefficient=balance,
     )
     actor = ActorModel(path=str(path), **model)
     return policy_engine(parallel, actor, training, gradient_ranks.KL_IN_LOSS, total_steps=9, dtype=torch.float32)
@@ -205,8 +219,26 @@ def gradients_of_update(policy: FSDPEngine, batch: DataProto) -> dict[str, Tenso
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_and_recomputed_layers_replay_the_same(
+    parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_recording(gradient_ranks.whole_batch())
+    expected = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=False), batch)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+    policy = make_policy(parallel, path, compile=True, gradient_checkpointing=True)
+    # Before it, a pass without a recording, as the reference's.
+    policy.forward(gradient_ranks.whole_batch())
+    found = gradients_of_update(policy, batch)
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-4, rtol=0, msg=name)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_that_divide_tokens_and_experts_replay_the_same(
+def test_ranks_that_divide_tokens_and_experts_replay_and_balance_the_same(
     parallel: ParallelMesh, path: Path, tmp_path: Path
 ) -> None:
     dims = ParallelDims(sequence=2, expert=2)
@@ -239,7 +271,59 @@ def step_of_a_rank(parallel: ParallelMesh, model: Path, _shard: DataProto, folde
 
 
 def replayed_step(parallel: ParallelMesh, model: Path, batch: DataProto, _: Path) -> dict[str, Any]:
-    policy = make_policy(parallel, model, gradient_checkpointing=True)
+    # The balance is that of a micro-batch, so its tokens are as many on both ranks together as on one.
+    max_tokens = 34 // parallel.dims.sequence
+    policy = make_policy(parallel, model, max_tokens, COEFFICIENT, gradient_checkpointing=True)
     found = policy.forward(batch).padded(Keys.OLD_LOG_PROBS, RESPONSE_LENGTH)
     metrics = policy.update(batch)
     return {"log_probs": found, "metrics": metrics, "weights": gradient_ranks._weights(policy.module)}
+
+
+def plain_balance_gradients(path: Path, batch: DataProto) -> tuple[float, dict[str, Tensor]]:
+    """transformers' own load-balancing loss of a batch that is one micro-batch, and its gradients."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    inputs = padded_inputs(batch, RESPONSE_LENGTH)
+    logits = model(**inputs, output_router_logits=True).router_logits
+    loss = load_balancing_loss_func(logits, NUM_EXPERTS, PER_TOKEN, inputs["attention_mask"])
+    assert isinstance(loss, Tensor)
+    (COEFFICIENT * loss).backward()
+    return float(loss.detach()), {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+
+
+def balanced_policy(parallel: ParallelMesh, path: Path, coefficient: float, **settings: Any) -> FSDPEngine:
+    training = ActorSpec(learning_rate=1e-3, router_aux_loss_coefficient=coefficient, **settings)
+    run: dict[str, Any] = {"total_steps": 9, "dtype": torch.float32}
+    return policy_engine(parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), **run)
+
+
+def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, path: Path) -> None:
+    """Its gradients are the difference that the coefficient makes to an update of one micro-batch."""
+    batch = gradient_ranks.whole_batch()
+    loss, expected = plain_balance_gradients(path, batch)
+    without, with_balance = balanced_policy(parallel, path, 0.0), balanced_policy(parallel, path, COEFFICIENT)
+    of_policy = gradients_of_update(without, batch)
+    found = gradients_of_update(with_balance, batch)
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        # The last layer's experts and what follows them have no part in the loss.
+        tolerance = 1e-4 * max(float(scale), float(of_policy[name].abs().max()))
+        torch.testing.assert_close(found[name] - of_policy[name], gradient, atol=tolerance, rtol=0, msg=name)
+    assert expected["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
+    assert with_balance.update(batch)["actor/router_aux_loss"] < loss, "a step made the use of experts no more equal"
+    assert balanced_policy(parallel, path, COEFFICIENT).update(batch)["actor/router_aux_loss"] == pytest.approx(loss)
+
+
+def test_micro_batches_weigh_as_many_as_their_tokens(parallel: ParallelMesh, path: Path) -> None:
+    batch = gradient_ranks.whole_batch()
+    policy = balanced_policy(parallel, path, COEFFICIENT, max_tokens_per_gpu=16)
+    lengths = batch.ragged(Keys.INPUT_IDS).lengths
+    # No two sequences fit, but the engine may still put short ones together.
+    (plan,) = policy._plans([batch])
+    parts = micro_batches(lengths.tolist(), plan.max_tokens, plan.number)
+    losses = [plain_balance_gradients(path, batch[part])[0] for part in parts]
+    weights = [int(lengths[part].sum()) for part in parts]
+    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    assert len(parts) > 2
+    assert policy.update(batch)["actor/router_aux_loss"] == pytest.approx(expected, rel=1e-5)

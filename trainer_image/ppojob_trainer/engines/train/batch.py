@@ -226,8 +226,8 @@ def _recorded_experts(batch: DataProto, sequences: Ragged, indices: Tensor) -> T
     for row, values, length in zip(indices.tolist(), recorded, lengths, strict=True):
         if len(values) != of_a_token * (length - 1) or not of_a_token:
             raise ProtocolError(
-                f"row {row} has {len(values)} values in {Keys.ROUTED_EXPERTS!r}, which are not {of_a_token} for each of "
-                f"its {length} tokens but the last"
+                f"row {row} has {len(values)} values in {Keys.ROUTED_EXPERTS!r}, which are not {of_a_token} for each "
+                f"of its {length} tokens but the last"
             )
     last = torch.full((1, of_a_token), NOT_RECORDED, dtype=torch.int16)
     return torch.cat([part for values in recorded for part in (values.view(-1, of_a_token).to(torch.int16), last)])

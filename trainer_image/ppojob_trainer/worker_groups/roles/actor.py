@@ -81,6 +81,8 @@ class ActorWorker(EngineWorker):
         check_heads(config.get_text_config(), "rollout.tensorParallelSize", self.spec.rollout.tensor_parallel_size)
         if self.spec.rollout.routing_replay:
             check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
+        if coefficient := self.spec.actor.router_aux_loss_coefficient:
+            check_is_mixture(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
         check_fit("actor", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS, Keys.ROUTED_EXPERTS))

@@ -7,8 +7,9 @@ choice recorded, a router here takes it over, and weights the experts by its own
     p = softmax(logits)        g = p[recorded], divided by its sum if the model normalises it
 
 So gradients reach the router through the weights, as they do without replay. Called by `model` (the routers of a new
-model) and `modules` (the experts of a micro-batch). The recording stays with the routers until the next pass, because
-gradient checkpointing computes the layers again: a pipeline, whose backward passes come later, is refused for mixtures.
+model), `modules` (the experts of a micro-batch) and `balance` (an observer of all choices). The recording stays with
+the routers until the next pass, because gradient checkpointing computes the layers again: a pipeline, whose backward
+passes come later, is refused for mixtures.
 
 Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
 """
@@ -27,10 +28,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import Keys, ProtocolError
 
-__all__ = ["differing_metrics", "prepare_routers", "replay_experts", "routers"]
+__all__ = ["OBSERVER", "differing_metrics", "prepare_routers", "replay_experts", "routers"]
 
 DIFFERING: Final = "differing_choices"
 """Name of a router's buffer: the number of its own choices that were not recorded, and of all that were compared."""
+OBSERVER: Final = "routing_observer"
+"""Name of a router's attribute: a function that gets the probabilities [T, E] and the chosen experts [T, K] of each
+training pass; None: there is none."""
 _RECORDED: Final = "recorded_experts"
 """Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
 
@@ -39,6 +43,7 @@ def prepare_routers(model: nn.Module) -> None:
     """Let the routers of a model take over recorded experts; nothing changes in a model without routers."""
     for _, router in routers(model):
         setattr(router, _RECORDED, None)
+        setattr(router, OBSERVER, None)
         router.register_buffer(DIFFERING, torch.zeros(2, dtype=torch.int64), persistent=False)
         router.forward = MethodType(_route, router)
 
@@ -58,8 +63,8 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
     num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
     if experts is not None and experts.shape[1] != num_layers * per_token:
         raise ProtocolError(
-            f"column {Keys.ROUTED_EXPERTS!r} has {experts.shape[1]} values for each token, and the model has {num_layers} "
-            f"layers with {per_token} experts of a token: record the experts of the model that is trained"
+            f"column {Keys.ROUTED_EXPERTS!r} has {experts.shape[1]} values for each token, and the model has "
+            f"{num_layers} layers with {per_token} experts of a token: record the experts of the model that is trained"
         )
     of_layers = None if experts is None else experts.view(-1, num_layers, per_token)
     for layer, router in found:
@@ -93,16 +98,23 @@ def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As transformers' router: return logits [T, E], the weights of the chosen experts [T, K], and the experts."""
     logits, weights_TK, own_TK = type(router).forward(router, hidden_states)
     recorded: Tensor | None = getattr(router, _RECORDED)
-    if recorded is None:
+    observer = getattr(router, OBSERVER) if router.training else None
+    if recorded is None and observer is None:
         return logits, weights_TK, own_TK
-    is_recorded = recorded >= 0
-    chosen_TK = torch.where(is_recorded, recorded.to(own_TK.dtype), own_TK)
-    if router.training:
-        _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, is_recorded)
-    weights_TK = functional.softmax(logits, dtype=torch.float, dim=-1).gather(1, chosen_TK)
-    if router.norm_topk_prob:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return logits, weights_TK.to(logits.dtype), chosen_TK
+    probabilities_TE, chosen_TK = functional.softmax(logits, dtype=torch.float, dim=-1), own_TK
+    if recorded is not None:
+        chosen_TK = torch.where(recorded >= 0, recorded.to(own_TK.dtype), own_TK)
+        weights_TK = _weights(router, probabilities_TE, chosen_TK).to(logits.dtype)
+        if router.training:
+            _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, recorded >= 0)
+    if observer is not None:
+        observer(probabilities_TE, chosen_TK)
+    return logits, weights_TK, chosen_TK
+
+
+def _weights(router: Any, probabilities_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    weights_TK = probabilities_TE.gather(1, chosen_TK)
+    return weights_TK / weights_TK.sum(dim=-1, keepdim=True) if router.norm_topk_prob else weights_TK
 
 
 @torch.no_grad()
