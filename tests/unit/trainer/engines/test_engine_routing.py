@@ -68,10 +68,8 @@ def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
     rows = []
     for row in range(len(batch)):
         chosen: dict[int, Tensor] = {}
-        hooks = [
-            router.register_forward_hook(partial(note_choice, chosen, layer))
-            for layer, router in routers(policy.module.backbone)
-        ]
+        found = routers(policy.module.backbone)
+        hooks = [router.register_forward_hook(partial(note_choice, chosen, layer)) for layer, router in found]
         policy.forward(batch[row])
         for hook in hooks:
             hook.remove()
@@ -216,24 +214,6 @@ def gradients_of_update(policy: FSDPEngine, batch: DataProto) -> dict[str, Tenso
     policy.optimizer.clip = observed  # type: ignore[method-assign]
     policy.update(batch)
     return {name.removeprefix("language_model."): gradient for name, gradient in found.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_and_recomputed_layers_replay_the_same(
-    parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = random_recording(gradient_ranks.whole_batch())
-    expected = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=False), batch)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
-    torch.compiler.reset()
-    policy = make_policy(parallel, path, compile=True, gradient_checkpointing=True)
-    # Before it, a pass without a recording, as the reference's.
-    policy.forward(gradient_ranks.whole_batch())
-    found = gradients_of_update(policy, batch)
-    for name, gradient in expected.items():
-        scale = gradient.abs().max()
-        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-4, rtol=0, msg=name)
 
 
 @pytest.mark.slow

@@ -65,7 +65,8 @@ class ResponseScheduler(AsyncScheduler):
         self._decoding: dict[int, _Decoding] = {}
         self._num_preemptions = 0
         self._num_unusual = 0
-        if self.vllm_config.additional_config.get(RECORDS_EXPERTS):
+        settings = self.vllm_config.additional_config
+        if isinstance(settings, dict) and settings.get(RECORDS_EXPERTS):
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._is_plain = self._has_plain_model()
         self._drafts_of_size, self._no_drafts = self.dynamic_sd_lookup, [0] * (self.max_num_running_reqs + 1)

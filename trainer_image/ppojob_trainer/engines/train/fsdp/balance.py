@@ -1,8 +1,8 @@
 """The load-balancing loss of a mixture of experts, which an actor's update adds to its loss.
 
-`maths.losses.balance_loss` has the formula. Its fractions are those of a micro-batch, as in transformers, over all layers
-with experts together. A minibatch's loss is the mean over its micro-batches on all ranks, weighted by their tokens.
-Called by the engine, for each micro-batch:
+`maths.losses.balance_loss` has the formula. Its fractions are those of a micro-batch, as in transformers, over all
+layers with experts together. A minibatch's loss is the mean over its micro-batches on all ranks, weighted by their
+tokens. Called by the engine, for each micro-batch:
 
     begin  ─▶  forward pass: each router adds its choices and probabilities (`routing`)  ─▶  add  ─▶  backward pass
 
@@ -60,8 +60,7 @@ class LoadBalance:
             return loss, shares
         peers, segments = micro.tokens.segments.peers, micro.tokens.segments
         num_rows = segments.num_tokens * len(self._chosen)
-        chosen_E, probabilities_E = sum(self._chosen), sum(self._probabilities)
-        assert isinstance(chosen_E, Tensor) and isinstance(probabilities_E, Tensor), "the model has routers"
+        chosen_E, probabilities_E = torch.stack(self._chosen).sum(0), torch.stack(self._probabilities).sum(0)
         if peers is not None:
             chosen_E, probabilities_E = peers.sum(chosen_E), peers.sum(probabilities_E)
         found = balance_loss(chosen_E / num_rows, probabilities_E / num_rows)

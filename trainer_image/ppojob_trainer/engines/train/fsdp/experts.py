@@ -3,7 +3,7 @@
 transformers keeps a layer's experts in fused parameters of three dimensions [E, outputs, inputs], and calls them under
 the name `IMPLEMENTATION`. Called by `model`, `lora`, `flops` and the engines. Experts are sharded like all other
 parameters, by FSDP; with expert parallelism each rank owns some of them whole (`train.expert`), and FSDP shards these
-over the other ranks that own them. No token is dropped, and no load-balancing loss is added.
+over the other ranks that own them. No token is dropped. `routing` has the routers, `balance` a loss of their choices.
 
 Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden states, E experts of a layer.
 """
