@@ -8,7 +8,7 @@ def _spec(*place: Step) -> tuple[Step, ...]:
 
 
 _OFF = {_spec("schedule", "mode"): "OneStepOff", _spec("algorithm", "rolloutCorrection"): {"method": "Truncate"}}
-_APART = {
+APART = {
     **_OFF,
     _spec("pools"): [{"name": name, "gpusPerNode": 2} for name in ("actor", "critic", "rollout")],
     _spec("placement", "rollout"): ["rollout"],
@@ -17,7 +17,7 @@ _APART = {
 BAD_OFF_POLICY = (
     BadSpec(
         "older weights without a correction",
-        {**_APART, _spec("algorithm"): {}},
+        {**APART, _spec("algorithm"): {}},
         "spec.schedule.mode",
         "add algorithm.rolloutCorrection",
         shows="OneStepOff",
@@ -38,7 +38,7 @@ BAD_OFF_POLICY = (
     ),
     BadSpec(
         "generation that shares a pool that trains",
-        {**_APART, _spec("placement", "rollout"): ["rollout", "critic"]},
+        {**APART, _spec("placement", "rollout"): ["rollout", "critic"]},
         "spec.schedule.mode",
         "pool critic of placement.rollout has the critic",
         shows="OneStepOff",
@@ -46,7 +46,7 @@ BAD_OFF_POLICY = (
     BadSpec(
         "prompts that are replaced while older weights generate",
         {
-            **_APART,
+            **APART,
             _spec("algorithm", "advantageEstimator"): "GRPO",
             _spec("algorithm", "dynamicSampling"): {},
             _spec("rollout", "samplesPerPrompt"): 4,
@@ -57,7 +57,7 @@ BAD_OFF_POLICY = (
     ),
     BadSpec(
         "overlaps of another mode",
-        {**_APART, _spec("schedule", "disabledOverlaps"): ["Values"]},
+        {**APART, _spec("schedule", "disabledOverlaps"): ["Values"]},
         "spec.schedule.disabledOverlaps",
         "use Overlapped",
         shows="Values",
@@ -79,7 +79,7 @@ BAD_OFF_POLICY = (
     BadSpec(
         "weights that change under engines that sleep while the critic trains",
         {
-            **_APART,
+            **APART,
             _spec("schedule", "weightUpdates"): "InFlight",
             _spec("placement", "rollout"): ["rollout", "critic"],
         },
@@ -90,7 +90,7 @@ BAD_OFF_POLICY = (
     BadSpec(
         "weights that change under a scheduler that does not know it",
         {
-            **_APART,
+            **APART,
             _spec("schedule", "weightUpdates"): "InFlight",
             _spec("rollout", "engineArgs"): {"scheduling_policy": "priority"},
         },
@@ -101,14 +101,14 @@ BAD_OFF_POLICY = (
     ),
     BadSpec(
         "an unknown time of weight updates",
-        {**_APART, _spec("schedule", "weightUpdates"): "Sometimes"},
+        {**APART, _spec("schedule", "weightUpdates"): "Sometimes"},
         "spec.schedule.weightUpdates",
         "InFlight",
         shows="Sometimes",
     ),
     BadSpec(
         "too old weights",
-        {**_APART, _spec("schedule", "maxStaleness"): 5},
+        {**APART, _spec("schedule", "maxStaleness"): 5},
         "spec.schedule.maxStaleness",
         "less than or equal to 4",
         shows="5",

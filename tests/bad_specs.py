@@ -13,6 +13,7 @@ from tests.bad_divisions import BAD_DIVISIONS
 from tests.bad_elastic import BAD_ELASTIC
 from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
+from tests.bad_routing import BAD_ROUTING
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
 __all__ = ["BAD_SPECS", "GONE", "GOOD", "BadSpec", "with_changes"]
@@ -246,6 +247,7 @@ BAD_SPECS = (
             {_spec("schedule", "mode"): "Serial", _spec("schedule", "disabledOverlaps"): ["Values"]},
             "spec.schedule.disabledOverlaps", "use Overlapped", shows="Values"),
     *BAD_OFF_POLICY,
+    *BAD_ROUTING,
     *BAD_ALGORITHMS,
     *BAD_PATHS,
     # What pods get.

@@ -41,6 +41,8 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "worker_extension_cls": _PROCESSES,
     "logprobs_mode": "the trainer compares its log-probs with these: remove it",
     "generation_config": _ALGORITHM,
+    "enable_return_routed_experts": "use rollout.routingReplay",
+    "aux_output_config": "use rollout.routingReplay",
     "speculative_config": "use rollout.speculative",
     "per_request_spec_decode_metrics": "the trainer reports the drafts of rollout.speculative: remove it",
     "disable_log_stats": "the trainer reports the engine's metrics: remove it",
@@ -58,6 +60,53 @@ ENGINE_RULES = [
     )
     for role in ("actor", "critic")
 ]
+
+_BALANCE = "self.actor.routerAuxLossCoefficient"
+_REPLAY = "self.rollout.routingReplay"
+
+EXPERT_RULES = [
+    Rule(
+        rule=f"!{_REPLAY} || self.rollout.enablePrefixCaching",
+        message="vLLM keeps the experts of routingReplay beside its prefix cache: set enablePrefixCaching to true",
+        field_path=".rollout.enablePrefixCaching",
+    ),
+    Rule(
+        rule=f"!{_REPLAY} || !has(self.rollout.speculative)",
+        message="routingReplay does not record the experts of drafts: remove rollout.speculative",
+        field_path=".rollout.speculative",
+    ),
+    Rule(
+        rule=f"!{_REPLAY} || self.schedule.?weightUpdates.orValue('') != 'InFlight'",
+        message="routingReplay does not record responses of several weights: use weightUpdates BetweenGenerations",
+        field_path=".schedule.weightUpdates",
+    ),
+    Rule(
+        rule=f"!{_REPLAY} || self.actor.engine == 'FSDP'",
+        message="a training engine of class Class does not replay experts: set rollout.routingReplay to false",
+        field_path=".rollout.routingReplay",
+    ),
+    Rule(
+        rule=f"!{_REPLAY} || self.actor.pipelineParallelSize == 1",
+        message="stages of a pipeline do not replay experts: set actor.pipelineParallelSize to 1",
+        field_path=".actor.pipelineParallelSize",
+    ),
+    Rule(
+        rule=f"{_BALANCE} == 0.0 || self.actor.engine == 'FSDP'",
+        message="an engine of class Class has no load-balancing loss: set actor.routerAuxLossCoefficient to 0",
+        field_path=".actor.routerAuxLossCoefficient",
+    ),
+    Rule(
+        rule=f"{_BALANCE} == 0.0 || !self.model.actor.compile",
+        message="compiled layers have no load-balancing loss: set model.actor.compile to false",
+        field_path=".model.actor.compile",
+    ),
+    Rule(
+        rule=f"{_BALANCE} == 0.0 || self.actor.pipelineParallelSize == 1",
+        message="stages of a pipeline have no load-balancing loss: set actor.pipelineParallelSize to 1",
+        field_path=".actor.pipelineParallelSize",
+    ),
+]
+"""Of fields for mixtures of experts. The trainer knows whether the model is one, and refuses others."""
 
 
 def engine_classes(spec: PPOJobSpec) -> Iterator[tuple[str, EngineClass]]:
@@ -93,12 +142,48 @@ def _the_trainers_scheduler_is_there(spec: PPOJobSpec) -> Iterator[Problem]:
     needs = {
         "rollout.speculative": spec.rollout.speculative is not None,
         "schedule.weightUpdates: InFlight": spec.schedule.updates_in_flight,
+        "rollout.routingReplay": spec.rollout.routing_replay,
     }
     needing = next((field for field, is_set in needs.items() if is_set), None)
     for name, value in spec.rollout.engine_args.items():
         if name in SCHEDULING_ARGS and needing is not None:
             remedy = f"{needing} needs the trainer's scheduler: remove this argument, or {needing}"
             yield f"rollout.engineArgs.{name}", value, remedy
+
+
+def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
+    rollout, replay = spec.rollout, "rollout.routingReplay"
+    if not rollout.routing_replay:
+        return
+    if not rollout.enable_prefix_caching:
+        remedy = f"vLLM keeps the experts of {replay} beside its prefix cache: set it to true"
+        yield "rollout.enablePrefixCaching", rollout.enable_prefix_caching, remedy
+    if rollout.speculative is not None:
+        given = rollout.speculative.to_wire()
+        yield "rollout.speculative", given, f"{replay} does not record the experts of drafts: remove one of both"
+    if spec.schedule.updates_in_flight:
+        remedy = f"{replay} does not record responses of several weights: use BetweenGenerations, or remove {replay}"
+        yield "schedule.weightUpdates", "InFlight", remedy
+    if spec.actor.engine is Engine.CLASS:
+        yield replay, True, "a training engine of actor.engineClass does not replay experts: set it to false"
+    if (stages := spec.actor.pipeline_parallel_size) > 1:
+        remedy = f"stages of a pipeline do not replay experts: set it to 1, or {replay} to false"
+        yield "actor.pipelineParallelSize", stages, remedy
+
+
+def _experts_can_be_balanced(spec: PPOJobSpec) -> Iterator[Problem]:
+    coefficient = spec.actor.router_aux_loss_coefficient
+    if coefficient == 0:
+        return
+    if spec.actor.engine is Engine.CLASS:
+        remedy = "a training engine of actor.engineClass has no load-balancing loss: set it to 0"
+        yield "actor.routerAuxLossCoefficient", coefficient, remedy
+    if spec.model.actor.compile:
+        remedy = "compiled layers have no load-balancing loss: set it to false, or actor.routerAuxLossCoefficient to 0"
+        yield "model.actor.compile", True, remedy
+    if (stages := spec.actor.pipeline_parallel_size) > 1:
+        remedy = "stages of a pipeline have no load-balancing loss: set it to 1, or actor.routerAuxLossCoefficient to 0"
+        yield "actor.pipelineParallelSize", stages, remedy
 
 
 def _shortest_lookup_is_not_above_the_longest(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -113,5 +198,7 @@ ENGINE_CHECKS = (
     _engine_classes_are_module_or_file,
     _engine_args_are_the_users,
     _the_trainers_scheduler_is_there,
+    _experts_can_be_replayed,
+    _experts_can_be_balanced,
     _shortest_lookup_is_not_above_the_longest,
 )

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.data_rules import DATA_CHECKS, DATA_RULES
 from ppojob_api.v1alpha1.device_rules import CLAIM_RULES, DEVICE_CHECKS, DEVICE_RULES
 from ppojob_api.v1alpha1.elastic_rules import ELASTIC_CHECKS, ELASTIC_POOL_RULES, ELASTIC_RULES
-from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES
+from ppojob_api.v1alpha1.engine_rules import ENGINE_CHECKS, ENGINE_RULES, EXPERT_RULES
 from ppojob_api.v1alpha1.export_rules import EXPORT_CHECKS, EXPORT_RULES
 from ppojob_api.v1alpha1.model_rules import MODEL_CHECKS, MODEL_RULES
 from ppojob_api.v1alpha1.network import PoolNetwork
@@ -95,6 +95,7 @@ SPEC_RULES = [
     *CLAIM_RULES,
     *ELASTIC_RULES,
     *OFF_POLICY_RULES,
+    *EXPERT_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
     *QUEUE_RULES,

@@ -135,6 +135,10 @@ class ActorSpec(Trained):
     data.maxResponseLength (Dr.GRPO)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Coefficient of the entropy bonus."""
+    router_aux_loss_coefficient: float = Field(default=0.0, ge=0, le=1000)
+    """For mixtures of experts: coefficient of the load-balancing loss (Fedus et al. 2021), which penalises unequal use
+    of the experts. Its fractions are those of a micro-batch (maxTokensPerGPU). 0: none. Refused with
+    model.actor.compile."""
 
 
 class CriticSpec(Trained):
@@ -204,6 +208,11 @@ class RolloutSpec(ApiModel):
     speculative: SpeculativeSpec | None = None
     """Draft tokens when few sequences are left, to shorten the tail of a generation; `{}` takes the defaults. Absent:
     no drafts."""
+    routing_replay: bool = False
+    """For mixtures of experts (Rollout Routing Replay, Ma et al. 2025): the engine records the experts of each token,
+    and the actor's log-probs and updates use these instead of their own choice. Engine and trainer may choose
+    differently where two experts score almost the same; log-probs then differ. The reference and the critic choose
+    their own. Costs a byte for each token, layer and expert of a token, and vLLM's own scheduling of each step."""
     engine_args: RawObject = Field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
     here, or that the trainer sets itself, are rejected."""

@@ -28,7 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         norm_topk_prob=True,
         tie_word_embeddings=False,
     )
-    return agreement(str(model), "CPU", "gloo", "float32", limit=LIMIT_SECONDS)
+    return agreement(str(model), "CPU", "gloo", "float32", "replay", limit=LIMIT_SECONDS)
 
 
 def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
@@ -43,6 +43,18 @@ def test_log_probs_follow_the_pushed_experts(seen: dict[str, Any]) -> None:
     assert seen["diff_of_stale_weights"] > 10 * HEALTHY
     assert seen["diff_after_push"] < HEALTHY
     assert seen["weights_version"] == 2
+
+
+def test_recorded_experts_bring_a_trainer_of_another_precision_closer(seen: dict[str, Any]) -> None:
+    """The engine computes in float32, this trainer in bfloat16: where two scores are close, it chooses another one."""
+    diffs = seen["replay"]
+    assert diffs["replayed"] < 0.75 * diffs["not_replayed"]
+    assert diffs["wrongly_replayed"] > 2 * diffs["not_replayed"]
+
+
+def test_a_response_has_the_same_experts_in_any_order(seen: dict[str, Any]) -> None:
+    """Also where vLLM takes the beginning of a prompt from its cache."""
+    assert seen["same_experts_in_any_order"]
 
 
 def test_the_use_of_the_experts_is_reported(seen: dict[str, Any]) -> None:

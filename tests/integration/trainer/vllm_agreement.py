@@ -1,8 +1,8 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE]`, because vLLM reads its environment at
-its import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on the trainer's.
-DTYPE is that of the trainer, bfloat16 by default.
+`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE [REPLAY]]`, because vLLM reads its
+environment at its import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on
+the trainer's. DTYPE is that of the trainer, bfloat16 by default. With the word `replay`, vLLM records the experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def agreement(*arguments: str, limit: float) -> dict[str, Any]:
     """Run this module as a process and return what it has seen.
 
     Args:
-        arguments: MODEL DEVICE BACKEND [DTYPE].
+        arguments: MODEL DEVICE BACKEND [DTYPE [REPLAY]].
         limit: seconds.
     """
     command = [sys.executable, "-m", MODULE, *arguments]
@@ -66,21 +66,26 @@ def chat_prompts(path: str) -> list[list[int]]:
     ]
 
 
-def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer:
+def make_policy(path: str, parallel: Any, dtype: str) -> Any:
     import torch
 
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
     from ppojob_api.v1alpha1.model import ActorModel
     from ppojob_api.v1alpha1.training import ActorSpec
+    from tests.unit.trainer.engines.fsdp_engines import policy_engine
+
+    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
+    run: dict[str, Any] = {"total_steps": 10, "dtype": getattr(torch, dtype)}
+    return policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), **run)
+
+
+def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer:
     from ppojob_trainer.engines.network import listen
     from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
-    from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", LIMIT_SECONDS), LIMIT_SECONDS)
-    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
-    run: dict[str, Any] = {"total_steps": 10, "dtype": getattr(torch, dtype)}
-    policy = policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), **run)
+    policy = make_policy(path, parallel, dtype)
     plan = LinkPlan(0, backend, (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 
@@ -88,19 +93,37 @@ def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer
 async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> Any:
     from ppojob_trainer.protocol import DataProto, rollout_batch
 
-    written = await engine.generate([prompts[row] for row in order], order, SAMPLING)
+    sampling = replace(SAMPLING, experts=engine.options.routing_replay)
+    written = await engine.generate([prompts[row] for row in order], order, sampling)
     by_row = dict(zip(order, written, strict=True))
     rows = [by_row[row] for row in range(len(prompts))]
     tokens, log_probs = [row.token_ids for row in rows], [row.log_probs for row in rows]
+    experts = [row.experts for row in rows if row.experts is not None]
     meta = {"temperature": SAMPLING.temperature, "num_mini_batches": 1, "epochs": 1}
     meta["response_length"] = SAMPLING.max_tokens
-    tensors = rollout_batch(prompts, tokens, log_probs)
+    tensors = rollout_batch(prompts, tokens, log_probs, experts=experts or None)
     return DataProto.from_dict(tensors, meta_info=meta)
+
+
+def experts_of(batch: Any) -> list[list[int]]:
+    found: list[list[int]] = batch.ragged("routed_experts").to_lists()
+    return found
 
 
 def probs_diff(trainer: Trainer, batch: Any) -> float:
     ours, theirs = trainer.log_probs(batch).values.exp(), batch.ragged("rollout_log_probs").values.exp()
     return float((ours - theirs).abs().mean())
+
+
+def replay_diffs(path: str, parallel: Any, batch: Any) -> dict[str, float]:
+    """Return how far a trainer that rounds to bfloat16 is from the engine: with and without the engine's experts."""
+    trainer = Trainer(make_policy(path, parallel, "bfloat16"), None)
+    columns = {name: batch.ragged(name) for name in batch.columns if name != "routed_experts"}
+    without = type(batch).from_dict(columns, meta_info=batch.meta_info)
+    wrong = batch.ragged("routed_experts")
+    wrong = batch.with_fields({"routed_experts": wrong.with_values(wrong.values.flip(0))})
+    named = {"replayed": batch, "not_replayed": without, "wrongly_replayed": wrong}
+    return {name: probs_diff(trainer, each) for name, each in named.items()}
 
 
 async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool]:
@@ -129,6 +152,10 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
     seen = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
     seen["diff_at_start"] = probs_diff(trainer, first)
+
+    if options.routing_replay:
+        seen["replay"] = replay_diffs(path, trainer.policy.parallel, first)
+        seen["same_experts_in_any_order"] = experts_of(first) == experts_of(again)
 
     (link,) = trainer.sender.listen()
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
@@ -182,6 +209,7 @@ def main() -> None:
         enforce_eager=True,
         sleeps=is_cuda and backend == "cuda_ipc",
         timeout_seconds=LIMIT_SECONDS,
+        routing_replay="replay" in sys.argv[5:],
     )
     os.environ.update(environment(options, num_threads=2))
     if is_cuda:

@@ -90,6 +90,20 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str, denominators: Denominators)
     return AGGREGATIONS[mode](loss, mask, denominators)
 
 
+def balance_loss(fractions_E: Tensor, probabilities_E: Tensor) -> Tensor:
+    """The load-balancing loss of a mixture of experts, a scalar: E * sum_e fractions_e * probabilities_e.
+
+    Fedus et al. 2021 (Switch Transformer, arXiv 2101.03961), equations 4 to 6, after Shazeer et al. 2017 (arXiv
+    1701.06538). As in transformers, a token with K experts counts K times, so the loss is K if all experts are used
+    equally.
+
+    Args:
+        fractions_E: float [E], tokens of an expert, divided by the tokens; without a gradient.
+        probabilities_E: float [E], the mean over the tokens of the router's probability.
+    """
+    return len(fractions_E) * (fractions_E * probabilities_E).sum()
+
+
 def policy_loss(
     inputs: PolicyLossInputs,
     denominators: Denominators,

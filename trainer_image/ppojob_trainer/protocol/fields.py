@@ -1,8 +1,8 @@
 """The dtypes of all tensor columns that go between worker groups, and the check of a batch against them.
 
 All of them are ragged. Columns of the sequence have a value for each token of prompt and response; columns of the
-response have one for each token of the response, so the length of response_mask says where the response begins. See
-`layout` for a worked example.
+response have one for each token of the response, so the length of response_mask says where the response begins.
+routed_experts has several values for each token. See `layout` for a worked example.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,12 @@ class Field:
     tokens: str
     dtype: torch.dtype
     meaning: str
+    wider: torch.dtype | None = None
+    """Dtype of values that `dtype` has no room for."""
 
 
 _PROMPT, _SEQUENCE, _RESPONSE = "prompt", "sequence", "response"
+_EXPERTS = "experts of a sequence"
 _FLOAT = torch.float32
 
 FIELDS: Final[dict[str, Field]] = {
@@ -35,6 +38,12 @@ FIELDS: Final[dict[str, Field]] = {
     Keys.ROLLOUT_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob of each token as the rollout engine computed it"),
     Keys.ROLLOUT_VERSIONS: Field(
         _RESPONSE, torch.int32, "the step after which the policy had the weights that sampled it"
+    ),
+    Keys.ROUTED_EXPERTS: Field(
+        _EXPERTS,
+        torch.uint8,
+        "for each token of the sequence but the last, and each of its layers, the experts that the engine chose",
+        wider=torch.int16,
     ),
     Keys.OLD_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob under the policy before the update, by the trainer"),
     Keys.REF_LOG_PROB: Field(_RESPONSE, _FLOAT, "log-prob under the reference policy"),
@@ -50,8 +59,14 @@ FIELDS: Final[dict[str, Field]] = {
 SEQUENCES: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK)
 """What a model's forward pass reads."""
 
-ROLLOUT_COLUMNS: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS, Keys.ROLLOUT_VERSIONS)
-"""What the rollout returns. Log-probs and versions are there only if the job needs them."""
+ROLLOUT_COLUMNS: Final = (
+    Keys.INPUT_IDS,
+    Keys.RESPONSE_MASK,
+    Keys.ROLLOUT_LOG_PROBS,
+    Keys.ROLLOUT_VERSIONS,
+    Keys.ROUTED_EXPERTS,
+)
+"""What the rollout returns. The last three are there only if the job needs them."""
 
 
 def check_layout(proto: DataProto, sent: DataProto | None = None) -> None:
@@ -77,7 +92,7 @@ def check_layout(proto: DataProto, sent: DataProto | None = None) -> None:
                 f"column {name!r} is a tensor {list(column.shape)}, wanted a Ragged ({field.meaning}): "
                 "batch.ragged('response_mask').unpadded(tensor) makes one of a tensor [B, R]"
             )
-        if column.dtype != field.dtype:
+        if column.dtype not in (field.dtype, field.wider):
             raise ProtocolError(f"column {name!r} has {column.dtype}, wanted {field.dtype}: {field.meaning}")
         if field.tokens != _RESPONSE:
             continue

@@ -17,6 +17,8 @@ class Keys:
     ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"
     # Absent unless the weights of the engines change while they generate.
     ROLLOUT_VERSIONS: Final = "rollout_versions"
+    # Absent without `rollout.routingReplay`.
+    ROUTED_EXPERTS: Final = "routed_experts"
     OLD_LOG_PROBS: Final = "old_log_probs"
     REF_LOG_PROB: Final = "ref_log_prob"
     ENTROPYS: Final = "entropys"

@@ -4,6 +4,7 @@ Worked example: prompts [5, 6, 7] and [8], responses [1, 2] (2 ends it) and [3]:
 
     input_ids      5 6 7 1 2 | 8 3         lengths 5, 2
     response_mask        1 1 |   1         lengths 2, 1
+    routed_experts 4 of them | 1           times the layers, times the experts of a token
 
 The output at a token predicts the next one, so log-probs and values of the response are computed at the positions from
 the prompt's last token to the last but one of the sequence.
@@ -12,7 +13,7 @@ the prompt's last token to the last but one of the sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,12 +22,15 @@ from ppojob_trainer.protocol.errors import ProtocolError
 from ppojob_trainer.protocol.keys import Keys
 from ppojob_trainer.protocol.ragged import Ragged
 
+Experts: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
 
 def rollout_batch(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     log_probs: Sequence[Sequence[float]] | None = None,
     versions: Sequence[Sequence[int]] | None = None,
+    experts: Sequence[Experts] | None = None,
 ) -> dict[str, Ragged]:
     """Return B prompts and responses as the columns that `DataProto.from_dict` takes.
 
@@ -35,10 +39,12 @@ def rollout_batch(
         response_ids: B lists of token ids; the end token belongs to the response.
         log_probs: the rollout engine's log-prob of each response token, in nats.
         versions: of the weights that sampled each response token.
+        experts: that the engine chose for each token of prompt and response but the last, [tokens - 1, layers, experts
+            of a token], uint8 or uint16.
 
     Returns:
-        input_ids, response_mask and, with `log_probs` and `versions`, rollout_log_probs and rollout_versions; see
-        `FIELDS`.
+        input_ids, response_mask and, with `log_probs`, `versions` and `experts`, rollout_log_probs, rollout_versions
+        and routed_experts; see `FIELDS`.
 
     Raises:
         ProtocolError: a prompt is empty, or the counts differ.
@@ -54,7 +60,23 @@ def rollout_batch(
         tensors[Keys.ROLLOUT_LOG_PROBS] = Ragged.from_rows(log_probs, torch.float32)
     if versions is not None:
         tensors[Keys.ROLLOUT_VERSIONS] = Ragged.from_rows(versions, torch.int32)
+    if experts is not None:
+        tensors[Keys.ROUTED_EXPERTS] = _experts_column(sequences, experts)
     return tensors
+
+
+def _experts_column(sequences: Sequence[Sequence[int]], experts: Sequence[Experts]) -> Ragged:
+    for index, (sequence, recorded) in enumerate(zip(sequences, experts, strict=True)):
+        if len(recorded) != len(sequence) - 1:
+            raise ProtocolError(
+                f"sequence {index} has {len(sequence)} tokens but experts of {len(recorded)}: all but the "
+                "last have some"
+            )
+    rows = [recorded.reshape(-1) for recorded in experts]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    values = np.concatenate(rows)
+    # torch has few operations on uint16, and no model has more experts than int16 counts.
+    return Ragged(torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.int16)), lengths)
 
 
 def responses_to_lists(responses: Ragged, response_mask: Ragged) -> list[list[int]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppojob_trainer.engines.train.batch import MicroBatchPlan, build_micro_batches, split_minibatches
-from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged, rollout_batch
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,23 @@ def test_padded_fields_have_the_width_of_the_job_and_not_of_the_micro_batch() ->
     assert micro.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]]
     with pytest.raises(ProtocolError, match="row 0 has 2 tokens, more than the width 1"):
         list(build_micro_batches(two_sequences(), MicroBatchPlan(1, 16), (Keys.RESPONSE_MASK,), 1, CPU))
+
+
+def test_experts_lie_with_their_tokens_and_those_of_the_last_tokens_are_not_recorded() -> None:
+    recorded = Ragged.from_rows([[1, 2, 3, 4, 5, 6, 7, 8], [254, 255]], torch.uint8)
+    batch = two_sequences().with_fields({Keys.ROUTED_EXPERTS: recorded})
+    (micro,) = build_micro_batches(batch, MicroBatchPlan(1, 16), (), 2, CPU)
+    assert micro.tokens.experts is not None
+    assert micro.tokens.experts.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [-1, -1], [254, 255], [-1, -1]]
+    assert next(iter(build_micro_batches(two_sequences(), MicroBatchPlan(1, 16), (), 2, CPU))).tokens.experts is None
+
+
+def test_experts_of_other_tokens_are_refused() -> None:
+    recorded = Ragged.from_rows([[1, 2, 3, 4, 5, 6], [7, 8, 9]], torch.uint8)
+    batch = two_sequences().with_fields({Keys.ROUTED_EXPERTS: recorded})
+    says = "row 0 has 6 values in 'routed_experts', which are not 1 for each of its 5 tokens but the last"
+    with pytest.raises(ProtocolError, match=says):
+        list(build_micro_batches(batch, MicroBatchPlan(1, 16), (), 2, CPU))
 
 
 def test_tokens_that_the_policy_did_not_write_are_not_computed() -> None:

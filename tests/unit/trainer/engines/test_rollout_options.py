@@ -10,7 +10,7 @@ import pytest
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
-from ppojob_trainer.engines.rollout.options import RolloutOptions, engine_arguments, environment
+from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS, RolloutOptions, engine_arguments, environment
 
 CPU = RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, max_num_batched_tokens=256)
 CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
@@ -64,6 +64,18 @@ def test_drafts_are_for_small_batches(
         "num_speculative_tokens_per_batch_size": sizes,
     }
     assert sorted(arguments.keys() - RESERVED_ENGINE_ARGS.keys()) == []
+
+
+def test_experts_are_recorded_by_vllm_on_gpus_and_by_our_connection_on_the_cpu() -> None:
+    own = {"additional_config": {"mine": 1}}
+    on_gpu, on_cpu = (
+        engine_arguments(dataclasses.replace(options, routing_replay=True, engine_args=own)) for options in (CUDA, CPU)
+    )
+    assert on_gpu["enable_return_routed_experts"] is True
+    assert on_gpu["additional_config"] == {"mine": 1}
+    assert "enable_return_routed_experts" not in on_cpu
+    assert on_cpu["additional_config"] == {"mine": 1, RECORDS_EXPERTS: True}
+    assert "additional_config" not in engine_arguments(CPU)
 
 
 def test_the_users_own_arguments_are_passed_on() -> None:

@@ -1,5 +1,6 @@
 """The layout of a rollout: the worked example of the docstring, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,21 @@ from ppojob_trainer.protocol import (
 
 
 def test_the_worked_example() -> None:
-    columns = rollout_batch([[5, 6, 7], [8]], [[1, 2], [3]], log_probs=[[-0.5, -1.0], [-2.0]], versions=[[4, 5], [5]])
+    # Two layers with one expert of a token each.
+    experts = [np.arange(8, dtype=np.uint8).reshape(4, 2, 1), np.array([[[9], [255]]], dtype=np.uint8)]
+    columns = rollout_batch(
+        [[5, 6, 7], [8]],
+        [[1, 2], [3]],
+        log_probs=[[-0.5, -1.0], [-2.0]],
+        versions=[[4, 5], [5]],
+        experts=experts,
+    )
     assert {key: column.to_lists() for key, column in columns.items()} == {
         "input_ids": [[5, 6, 7, 1, 2], [8, 3]],
         "response_mask": [[True, True], [True]],
         "rollout_log_probs": [[-0.5, -1.0], [-2.0]],
         "rollout_versions": [[4, 5], [5]],
+        "routed_experts": [[0, 1, 2, 3, 4, 5, 6, 7], [9, 255]],
     }
     assert tuple(columns) == ROLLOUT_COLUMNS
     check_layout(DataProto.from_dict(columns))
@@ -31,6 +41,20 @@ def test_the_worked_example() -> None:
 def test_versions_must_be_those_of_the_tokens() -> None:
     with pytest.raises(ProtocolError, match="response 0 has 2 tokens but 1 versions"):
         rollout_batch([[1]], [[1, 2]], versions=[[4]])
+
+
+def test_experts_have_the_smallest_dtype_that_has_room_for_them() -> None:
+    few, many = (np.full((2, 1, 2), 255, dtype=dtype) for dtype in (np.uint8, np.uint16))
+    assert rollout_batch([[1]], [[1, 2]], experts=[few])["routed_experts"].dtype == torch.uint8
+    columns = rollout_batch([[1]], [[1, 2]], experts=[many + 45])
+    assert columns["routed_experts"].dtype == torch.int16
+    assert columns["routed_experts"].to_lists() == [[300] * 4]
+    check_layout(DataProto.from_dict(columns))
+
+
+def test_experts_must_be_those_of_all_tokens_but_the_last() -> None:
+    with pytest.raises(ProtocolError, match="sequence 0 has 3 tokens but experts of 3: all but the last have some"):
+        rollout_batch([[1]], [[1, 2]], experts=[np.zeros((3, 1, 1), dtype=np.uint8)])
 
 
 def test_an_empty_response_has_no_entries() -> None:

@@ -9,6 +9,7 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError
+from ppojob_trainer.protocol import DataProto, ProtocolError, rollout_batch
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
@@ -70,3 +71,30 @@ def test_a_model_that_cannot_be_divided_is_refused_by_the_field(model: Path, wor
     }
     with pytest.raises(ModelMismatchError, match=r"actor\.sequenceParallelSize 3 does not divide this llama's"):
         worker(CONTEXT, spec_of(model, divided=divided)).check()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        (("spec", "rollout"), {"routingReplay": True}, "rollout.routingReplay true: llama is no .*: set it to false"),
+        (
+            ("spec", "actor", "routerAuxLossCoefficient"),
+            0.5,
+            "actor.routerAuxLossCoefficient 0.5: llama is no mixture of experts: set it to 0",
+        ),
+    ],
+)
+def test_fields_of_mixtures_are_refused_for_other_models(
+    model: Path, where: tuple[str, ...], value: Any, says: str
+) -> None:
+    with pytest.raises(ModelMismatchError, match=says):
+        ActorWorker(CONTEXT, spec_of(model, given={where: value})).check()
+
+
+def test_responses_without_recorded_experts_are_refused(model: Path) -> None:
+    replayed: Changes = {("spec", "rollout"): {"routingReplay": True}}
+    worker = ActorWorker(CONTEXT, spec_of(model, replayed=replayed))
+    batch = DataProto.from_dict(rollout_batch([[1]], [[2]]))
+    for method in (worker.compute_log_prob, worker.update_actor):
+        with pytest.raises(ProtocolError, match="no column 'routed_experts'"):
+            method(batch)

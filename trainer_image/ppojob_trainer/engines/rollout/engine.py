@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import vllm
 from vllm import AsyncEngineArgs, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,7 +38,7 @@ from ppojob_trainer.engines.rollout.options import (
     SamplingOptions,
     engine_arguments,
 )
-from ppojob_trainer.engines.rollout.sampling import drafts_of, log_probs_of, sampling_parameters
+from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
@@ -54,7 +55,9 @@ class Generation:
     """One response: its tokens, their log-probs (nats) under the distribution they were sampled from, why it ended.
 
     log_probs is None if the sampling options did not request them. drafts: with `rollout.speculative` alone. versions:
-    of the weights that sampled each token; None unless the options let weights change in flight.
+    of the weights that sampled each token; None unless the options let weights change in flight. experts: of each token
+    of prompt and response but the last, [tokens - 1, layers, experts of a token], uint8 or uint16; None unless the
+    sampling options request them.
     """
 
     token_ids: list[int]
@@ -62,6 +65,7 @@ class Generation:
     finish_reason: str
     drafts: Drafts = NO_DRAFTS
     versions: list[int] | None = None
+    experts: np.ndarray[Any, Any] | None = None
 
 
 class RolloutEngine:
@@ -121,6 +125,8 @@ class RolloutEngine:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
         if self.options.speculative is not None:
             await self._workers("ppojob_verify_by_seed")
+        if self.options.routing_replay:
+            await self._workers("ppojob_record_experts")
 
     async def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
@@ -285,6 +291,7 @@ class RolloutEngine:
             str(completion.finish_reason),
             drafts_of(len(completion.token_ids), completion.spec_decode_metrics),
             self._versions_of(final) if self.options.updates_in_flight else None,
+            experts_of(completion, len(prompt) + len(completion.token_ids)) if sampling.experts else None,
         )
 
     def _versions_of(self, final: RequestOutput) -> list[int]:
@@ -357,6 +364,7 @@ def _needs_scheduler(options: RolloutOptions) -> dict[str, bool]:
     return {
         "spec.rollout.speculative": options.speculative is not None,
         "spec.schedule.weightUpdates: 'InFlight'": options.updates_in_flight,
+        "spec.rollout.routingReplay": options.routing_replay,
     }
 
 

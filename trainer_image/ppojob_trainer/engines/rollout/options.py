@@ -24,13 +24,15 @@ GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
 """Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""
+RECORDS_EXPERTS: Final = "ppojob_records_experts"
+"""Entry of vLLM's `additional_config` on the CPU: the scheduler returns the experts that `routed_experts` records."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How responses are sampled. temperature 0 takes the most likely token; top_k -1 keeps all tokens.
 
-    log_probs: whether the log-prob of each token is returned.
+    log_probs: whether the log-prob of each token is returned; experts: whether the experts of each token are.
     """
 
     max_tokens: int
@@ -40,6 +42,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     log_probs: bool = True
+    experts: bool = False
 
     @classmethod
     def training(cls, spec: PPOJobSpec) -> SamplingOptions:
@@ -53,6 +56,7 @@ class SamplingOptions:
             stop=tuple(rollout.stop),
             ignore_eos=rollout.ignore_eos,
             log_probs=rollout.log_probs,
+            experts=rollout.routing_replay,
         )
 
     @classmethod
@@ -72,7 +76,7 @@ class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
     tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts. updates_in_flight: its
-    weights may change while it generates.
+    weights may change while it generates. routing_replay: it records the experts of each token.
     """
 
     path: str
@@ -92,6 +96,7 @@ class RolloutOptions:
     timeout_seconds: float = 1800.0
     speculative: SpeculativeSpec | None = None
     updates_in_flight: bool = False
+    routing_replay: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
 
@@ -117,6 +122,7 @@ class RolloutOptions:
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
             speculative=rollout.speculative,
             updates_in_flight=spec.schedule.updates_in_flight,
+            routing_replay=rollout.routing_replay,
             engine_args=rollout.engine_args,
         )
 
@@ -219,6 +225,11 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
     if options.speculative is not None:
         arguments |= _speculative_arguments(options.speculative, options)
     arguments |= options.engine_args
+    if options.routing_replay and is_cuda:
+        arguments["enable_return_routed_experts"] = True
+    elif options.routing_replay:
+        # vLLM refuses its own argument for the model runner of the CPU; see `routed_experts`.
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORDS_EXPERTS: True}
     if options.tensor_parallel_size > 1:
         # The fused kernel is FlashInfer's, which is built at the first use and needs NVLink multicast.
         passes = {"pass_config": {"fuse_allreduce_rms": False}}

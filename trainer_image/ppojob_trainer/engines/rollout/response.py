@@ -20,7 +20,8 @@ class Response:
     limit: tokens of prompt and response at which it is complete. is_whole: its response is sent as one message.
     is_plain: nothing but a token or a limit ends it. log_probs, ranks: of each token, if the request asks for them.
     prefill: vLLM's statistics, which it sends with the first token. tokens_at_updates: tokens that it had when the
-    weights changed, each time.
+    weights changed, each time. experts: of the tokens computed so far, if the engine records them, [tokens, layers,
+    experts of a token] each.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Response:
     ranks: list[int] = field(default_factory=list)
     prefill: PrefillStats | None = None
     tokens_at_updates: list[int] = field(default_factory=list)
+    experts: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
     def log_prob_lists(self) -> LogprobsLists | None:
         """Return the log-probs of all tokens as vLLM's messages have them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -42,6 +43,22 @@ def log_probs_of(flat: Any) -> list[float]:
     if not all(math.isfinite(value) for value in values):
         raise RolloutError("vLLM returned a log-prob that is not finite: the weights are broken")
     return values
+
+
+def experts_of(completion: Any, num_tokens: int) -> np.ndarray[Any, Any]:
+    """Return the experts of each token but the last one, [num_tokens - 1, layers, experts of a token].
+
+    Args:
+        num_tokens: of prompt and response.
+
+    Raises:
+        RolloutError: vLLM recorded other tokens.
+    """
+    recorded: np.ndarray[Any, Any] | None = completion.routed_experts
+    if recorded is None or len(recorded) != num_tokens - 1:
+        number = "no tokens" if recorded is None else f"{len(recorded)} tokens"
+        raise RolloutError(f"vLLM recorded the experts of {number} of a sequence of {num_tokens}: report this as a bug")
+    return recorded
 
 
 def drafts_of(num_tokens: int, metrics: Any) -> Drafts:

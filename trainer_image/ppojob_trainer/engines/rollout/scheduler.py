@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -30,6 +32,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ppojob_trainer.engines.rollout.drafting import DraftingChoice
+from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS
 from ppojob_trainer.engines.rollout.response import Response, ends
 from ppojob_trainer.engines.rollout.weight_changes import forget_blocks
 
@@ -62,6 +65,9 @@ class ResponseScheduler(AsyncScheduler):
         self._decoding: dict[int, _Decoding] = {}
         self._num_preemptions = 0
         self._num_unusual = 0
+        settings = self.vllm_config.additional_config
+        if isinstance(settings, dict) and settings.get(RECORDS_EXPERTS):
+            self.aux_output_connector = AuxOutputSchedulerConnector()
         self._is_plain = self._has_plain_model()
         self._drafts_of_size, self._no_drafts = self.dynamic_sd_lookup, [0] * (self.max_num_running_reqs + 1)
         self._drafting = None if self._drafts_of_size is None else DraftingChoice(self._most_sequences_with_drafts())
@@ -262,8 +268,12 @@ class ResponseScheduler(AsyncScheduler):
             response.ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
         if output.prefill_stats is not None:
             response.prefill = output.prefill_stats
+        if output.routed_experts is not None:
+            response.experts.append(output.routed_experts)
         if output.finish_reason is None:
             return False
+        if response.experts:
+            output.routed_experts = np.concatenate(response.experts)
         output.prefill_stats = response.prefill
         output.new_token_ids = list(response.request.output_token_ids)
         output.new_logprobs = response.log_prob_lists()

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.read_back import ReadBack
+from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
@@ -43,6 +44,11 @@ class WeightReceiverExtension:
     def ppojob_verify_by_seed(self) -> None:
         """Check drafts so that a seed samples the same response with and without them."""
         verify_by_seed(self.model_runner, is_second_runner=self.use_v2_model_runner)
+
+    def ppojob_record_experts(self) -> None:
+        """Record the experts of each token where vLLM has no argument for it: in its first model runner."""
+        if not self.use_v2_model_runner:
+            record_experts(self.model_runner)
 
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.maths.packing import micro_batches, pack
-from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged
 
+NOT_RECORDED: Final = -1
+"""In place of an expert's number: the model chooses it itself."""
 _BOUND_STEP: Final = 256
 
 
@@ -67,6 +69,8 @@ class PackedTokens:
 
     input_ids, position_ids: int64 [1, T]. rows: int64 [N], the positions in T whose output predicts a token of the
     policy. labels: int64 [N], those tokens. If the tokens are divided over ranks, T and N are of this rank's slice.
+    experts: int16 [T, E], the experts that the rollout engine chose in all layers; -1 where none were recorded, which
+    is the last token of each sequence. None without `rollout.routingReplay`.
     """
 
     input_ids: Tensor
@@ -74,6 +78,7 @@ class PackedTokens:
     segments: Segments
     rows: Tensor
     labels: Tensor
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -182,17 +187,20 @@ def _build(
     places = (mask.row_of * width + mask.place_of)[mask.values]
     labels = packed.labels[rows]
     input_ids, position_ids = packed.input_ids, packed.position_ids
+    experts = _recorded_experts(batch, sequences, indices)
     if peers is not None:
         first, size = peers.rank * peers.width(len(input_ids)), peers.width(len(input_ids))
         is_mine = (rows >= first) & (rows < first + size)
         rows, labels, places = rows[is_mine] - first, labels[is_mine], places[is_mine]
         input_ids, position_ids = peers.cut(input_ids), peers.cut(position_ids)
+        experts = None if experts is None else peers.cut(experts, padding=NOT_RECORDED)
     tokens = PackedTokens(
         input_ids=moved(input_ids.unsqueeze(0)),
         position_ids=moved(position_ids.unsqueeze(0)),
         segments=Segments(moved(packed.cu_seqlens), tuple(sequences.lengths.tolist()), peers),
         rows=moved(rows),
         labels=moved(labels),
+        experts=None if experts is None else moved(experts),
     )
     return MicroBatch(
         indices=indices,
@@ -201,3 +209,25 @@ def _build(
         fields={key: field(key) for key in fields},
         shape=(len(mask), width),
     )
+
+
+def _recorded_experts(batch: DataProto, sequences: Ragged, indices: Tensor) -> Tensor | None:
+    """Return the recorded experts of some rows of a batch, packed as their tokens are: int16 [T, E].
+
+    Raises:
+        ProtocolError: the recording is not that of the tokens.
+    """
+    if Keys.ROUTED_EXPERTS not in batch:
+        return None
+    rows = batch.ragged(Keys.ROUTED_EXPERTS).rows()
+    recorded = [rows[row] for row in indices.tolist()]
+    lengths = sequences.lengths.tolist()
+    of_a_token = sum(map(len, recorded)) // max(1, sum(lengths) - len(lengths))
+    for row, values, length in zip(indices.tolist(), recorded, lengths, strict=True):
+        if len(values) != of_a_token * (length - 1) or not of_a_token:
+            raise ProtocolError(
+                f"row {row} has {len(values)} values in {Keys.ROUTED_EXPERTS!r}, which are not {of_a_token} for each "
+                f"of its {length} tokens but the last"
+            )
+    last = torch.full((1, of_a_token), NOT_RECORDED, dtype=torch.int16)
+    return torch.cat([part for values in recorded for part in (values.view(-1, of_a_token).to(torch.int16), last)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
@@ -20,13 +20,16 @@ __all__ = [
     "active_intermediate",
     "check_context",
     "check_heads",
+    "check_is_mixture",
     "check_vocabulary",
     "context_length",
     "indivisible",
     "longest_input",
+    "num_experts",
     "read_config",
 ]
 
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Kinds of rotary embeddings whose factor extends the longest sequence that the configuration gives.
 _STRETCHING = {"yarn", "linear", "dynamic"}
 
@@ -98,6 +101,21 @@ def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec
             f"data.maxResponseLength {response} are {prompt + response}: lower one of them until their sum is {limit}, "
             "or use a model with a longer context"
         )
+
+
+def num_experts(config: PretrainedConfig) -> int | None:
+    """Return the number of experts of a layer; None if the model is no mixture of experts."""
+    return next((int(number) for name in _NUM_EXPERTS if (number := getattr(config, name, None))), None)
+
+
+def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy: str) -> None:
+    """Check that a model has the experts that a field of the spec is about.
+
+    Raises:
+        ModelMismatchError: with the field and its value.
+    """
+    if num_experts(config.get_text_config()) is None:
+        raise ModelMismatchError(f"{field} {value}: {config.model_type} is no mixture of experts: {remedy}")
 
 
 def check_heads(text: Any, field: str, size: int) -> None:

@@ -32,10 +32,11 @@ class SequencePeers:
     rank: int
     size: int
 
-    def cut(self, tokens_T: Tensor) -> Tensor:
-        """Return this rank's slice [t], padded with 0."""
+    def cut(self, tokens_T: Tensor, padding: int = 0) -> Tensor:
+        """Return this rank's slice [t, ...] of [T, ...], padded with `padding`."""
         width = self.width(tokens_T.shape[0])
-        padded = functional.pad(tokens_T, (0, width * self.size - tokens_T.shape[0]))
+        excess = (*(0, 0) * (tokens_T.ndim - 1), 0, width * self.size - tokens_T.shape[0])
+        padded = functional.pad(tokens_T, excess, value=padding)
         return padded[self.rank * width : (self.rank + 1) * width]
 
     def width(self, num_tokens: int) -> int:

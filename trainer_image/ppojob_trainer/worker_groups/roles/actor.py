@@ -40,8 +40,9 @@ READ_BY_UPDATE = (
     Keys.OLD_LOG_PROBS,
     Keys.REF_LOG_PROB,
     Keys.ROLLOUT_LOG_PROBS,
+    Keys.ROUTED_EXPERTS,
 )
-"""The last two only with some algorithms, see `unread_by_update`."""
+"""ref_log_prob and rollout_log_probs only with some algorithms, see `unread_by_update`."""
 _ELASTIC_LIMIT_S = 120.0
 """Seconds that the ends of a weight link wait for each other, if the receiver may be lost at any time."""
 
@@ -71,23 +72,33 @@ class ActorWorker(EngineWorker):
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
-        from ppojob_trainer.engines.train.model_fit import check_heads, read_config
+        from ppojob_trainer.engines.train.model_fit import check_heads, check_is_mixture, read_config
 
         try_functions(self.spec.algorithm)
         self.engine.check()
         config = read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
         # vLLM repeats key heads.
         check_heads(config.get_text_config(), "rollout.tensorParallelSize", self.spec.rollout.tensor_parallel_size)
+        if self.spec.rollout.routing_replay:
+            check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
+        if coefficient := self.spec.actor.router_aux_loss_coefficient:
+            check_is_mixture(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
         check_fit("actor", self.source, self.spec)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS))
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS, Keys.ROUTED_EXPERTS))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return old_log_probs; the metrics have their difference from the rollout's log-probs."""
+        self._check_recording(batch)
         found = self.engine.forward(batch).select([Keys.OLD_LOG_PROBS])
         difference = {}
         if Keys.ROLLOUT_LOG_PROBS in batch:
             difference = rollout_difference(batch.with_fields(found.columns), self.parallel)
         return with_metrics(found.columns, difference)
+
+    def _check_recording(self, batch: DataProto) -> None:
+        """Raise a ProtocolError if the rollout recorded no experts and the spec has them replayed."""
+        if self.spec.rollout.routing_replay:
+            batch.ragged(Keys.ROUTED_EXPERTS)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -97,6 +108,7 @@ class ActorWorker(EngineWorker):
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_UPDATE)
     def update_actor(self, batch: DataProto) -> Metrics:
         """Run PPO's minibatches on the batch."""
+        self._check_recording(batch)
         return self.engine.update(batch)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=READ_BY_ADVANTAGES)

@@ -232,7 +232,9 @@ class RolloutWorker:
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
         token_ids = [generation.token_ids for generation in written]
         versions = [generation.versions for generation in written if generation.versions is not None]
-        return DataProto.from_dict(rollout_batch(prompt_ids, token_ids, _log_probs(written), versions or None))
+        experts = [generation.experts for generation in written if generation.experts is not None]
+        columns = rollout_batch(prompt_ids, token_ids, _log_probs(written), versions or None, experts or None)
+        return DataProto.from_dict(columns)
 
     def _drafts(self, written: Sequence[Generation]) -> Drafts:
         return Drafts.total(generation.drafts for generation in written)

@@ -12,9 +12,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.train.fsdp.families import num_experts
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import KNOWN_STYLES, plan_of
-from ppojob_trainer.engines.train.model_fit import check_heads, indivisible
+from ppojob_trainer.engines.train.model_fit import check_heads, check_is_mixture, indivisible, num_experts
 from ppojob_trainer.models.support import FAMILIES
 
 _SEQUENCE, _TENSOR, _PIPELINE = "sequenceParallelSize", "tensorParallelSize", "pipelineParallelSize"
@@ -57,9 +56,8 @@ def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) ->
 
 def _check_experts(text: Any, field: str, size: int) -> None:
     """Check that the model has experts, and each rank equally many."""
-    number = num_experts(text)
-    if number is None:
-        raise ModelMismatchError(f"{field} {size}: {text.model_type} is no mixture of experts: set it to 1")
+    check_is_mixture(text, field, size, "set it to 1")
+    number = num_experts(text) or 0
     if number % size:
         raise ModelMismatchError(indivisible(text, field, size, "number of experts", f"{number}: use a divisor"))
 

@@ -34,6 +34,7 @@ from ppojob_trainer.engines.train.batch import (
 from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.fsdp import checkpoint
 from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
+from ppojob_trainer.engines.train.fsdp.balance import LoadBalance
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.experts import imbalance_metrics
 from ppojob_trainer.engines.train.fsdp.export import export
@@ -45,6 +46,7 @@ from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule,
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import InOrder, Passes, Pipelined, Received
+from ppojob_trainer.engines.train.fsdp.routing import differing_metrics
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
@@ -66,6 +68,7 @@ class FSDPEngine:
     _max_tokens: int
     _is_reduced_once: bool
     _passes: Passes
+    _balance: LoadBalance
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
@@ -101,6 +104,8 @@ class FSDPEngine:
         self._offloader = Offloader(self.module, setup.model.offload, parallel.device, adamw)
         self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
         self._passes = self._make_passes()
+        coefficient = getattr(training, "router_aux_loss_coefficient", 0.0) if setup.objective is not None else 0.0
+        self._balance = LoadBalance(self.module.backbone, coefficient)
         # Of a whole micro-batch; with sequence parallelism a rank computes a slice of it.
         self._max_tokens = training.max_tokens_per_gpu * parallel.sequence_size
 
@@ -145,11 +150,13 @@ class FSDPEngine:
         with self._offloader.on_device(moments=True):
             started = time.perf_counter()
             denominators, plans = self._denominators(minibatches), self._plans(minibatches)
-            steps = list(zip(minibatches, denominators, plans, strict=True)) * epochs
+            sizes = self.parallel.sum(torch.tensor([float(sum(sequence_lengths(part))) for part in minibatches]))
+            steps = list(zip(minibatches, denominators, plans, sizes.tolist(), strict=True)) * epochs
             result = UpdateResult(len(steps), 0, optimizer.learning_rate)
             sums: dict[str, Tensor] = {}
             norms: list[Tensor] = []
-            for minibatch, denominator, plan in steps:
+            for minibatch, denominator, plan, size in steps:
+                self._balance.begin_minibatch(size)
                 micros = self._micro_batches(minibatch, plan, columns, width)
                 loss = partial(self._loss, denominator, sums)
                 self._passes.backward(micros, plan, compute, loss)
@@ -167,6 +174,7 @@ class FSDPEngine:
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
         metrics = objective.metrics(batch, result, self.parallel)
         metrics |= imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
+        metrics |= differing_metrics(self.setup.section, self.module.backbone, self.parallel)
         waited = self._saves.take_waited_s()
         return metrics if waited is None else metrics | {f"timing_s/checkpoint/wait_{self.setup.section}": waited}
 
@@ -214,6 +222,7 @@ class FSDPEngine:
 
     def _compute(self, temperature: float, micro: MicroBatch, received: Received | None) -> tuple[Tensor, ...]:
         """Return the model's outputs for a micro-batch, float32 [b, R] each; or a stage's hidden states."""
+        self._balance.begin(micro)
         outputs: tuple[Tensor, ...]
         if isinstance(self.module, PolicyModule):
             outputs = self.module(micro.tokens, temperature, received)
@@ -227,7 +236,7 @@ class FSDPEngine:
         self, denominator: Denominators, sums: dict[str, Tensor], micro: MicroBatch, outputs: tuple[Tensor, ...]
     ) -> Tensor:
         """Return what the backward pass of a micro-batch begins with; add the shares of its metrics to `sums`."""
-        loss, shares = self.objective.loss(outputs, micro.fields, denominator)
+        loss, shares = self._balance.add(*self.objective.loss(outputs, micro.fields, denominator), micro)
         for name, share in shares.items():
             sums[name] = sums[name] + share if name in sums else share
         # FSDP averages gradients over ranks, and the shares of all ranks must add up.

@@ -3,7 +3,7 @@
 transformers keeps a layer's experts in fused parameters of three dimensions [E, outputs, inputs], and calls them under
 the name `IMPLEMENTATION`. Called by `model`, `lora`, `flops` and the engines. Experts are sharded like all other
 parameters, by FSDP; with expert parallelism each rank owns some of them whole (`train.expert`), and FSDP shards these
-over the other ranks that own them. No token is dropped, and no load-balancing loss is added.
+over the other ranks that own them. No token is dropped. `routing` has the routers, `balance` a loss of their choices.
 
 Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden states, E experts of a layer.
 """
@@ -22,10 +22,10 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ppojob_trainer.engines.train.expert import ExpertPeers
-from ppojob_trainer.engines.train.fsdp.families import num_experts
 from ppojob_trainer.engines.train.fsdp.stages import layer_number
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import num_experts
 
 IMPLEMENTATION: Final = "ppojob_experts"
 COUNTS: Final = "tokens_per_expert"
@@ -130,6 +130,8 @@ def add_counts(model: nn.Module) -> None:
 def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
     """Return how unevenly the updates since the last call used the experts; empty without experts. Collective.
 
+    `expert_idle_share` is the share of all layers' experts that no token used.
+
     A layer's imbalance is the share of its busiest expert divided by the mean share: 1 if all are used equally, the
     number of experts divided by those per token if all tokens use the same ones. With sequence parallelism, the few
     tokens that fill up the ranks' slices count too.
@@ -150,6 +152,7 @@ def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
     return {
         f"{role}/expert_imbalance/mean": float(layers.mean()),
         f"{role}/expert_imbalance/max": float(layers.max()),
+        f"{role}/expert_idle_share": float((tokens == 0).double().mean()),
     }
 
 

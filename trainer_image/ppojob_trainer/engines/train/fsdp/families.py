@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.models.support import FAMILIES
 
 # Settings that change the result outside the supported computation, and their neutral values.
@@ -32,7 +33,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "router_jitter_noise": (None, 0, 0.0),
     "output_router_logits": (None, False),
 }
-_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
 # Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
 _ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
@@ -57,11 +57,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if (kind := parameters.get("rope_type")) in _ROPE_OF_A_BATCH:
             raise _refused(config, f"rope_type={kind}")
-
-
-def num_experts(config: PretrainedConfig) -> int | None:
-    """Return the number of experts of a layer; None if the model is no mixture of experts."""
-    return next((int(number) for name in _NUM_EXPERTS if (number := getattr(config, name, None))), None)
 
 
 def _refuse_family(config: PretrainedConfig) -> None:

@@ -37,6 +37,7 @@ from ppojob_trainer.engines.train.fsdp.loading import (
 )
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
+from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -223,6 +224,7 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
         )
     model.tie_weights()
     add_counts(model)
+    prepare_routers(model)
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
     return model

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
 from ppojob_trainer.engines.train.fsdp.passes import Received
+from ppojob_trainer.engines.train.fsdp.routing import replay_experts
 from ppojob_trainer.engines.train.fsdp.stages import Stage
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.maths.log_probs import linear_log_probs
@@ -101,6 +102,7 @@ def _hidden(backbone: nn.Module, tokens: PackedTokens, received: Received | None
     inputs: dict[str, Tensor] = {"input_ids": tokens.input_ids}
     if received is not None and received.hidden is not None:
         inputs = {"inputs_embeds": received.hidden[: tokens.input_ids.shape[1]].unsqueeze(0)}
+    replay_experts(backbone, tokens.experts)
     output = backbone(**inputs, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden

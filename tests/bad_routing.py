@@ -1,0 +1,84 @@
+"""Bad specs of mixtures of experts: rows of the table of `bad_specs`."""
+
+from tests.bad_off_policy import APART
+from tests.good_spec import BadSpec, Step
+
+
+def _spec(*place: Step) -> tuple[Step, ...]:
+    return ("spec", *place)
+
+
+_STAGES = {_spec("actor", "pipelineParallelSize"): 2}
+BAD_ROUTING = (
+    BadSpec(
+        "recorded experts of prompts that are not kept",
+        {_spec("rollout"): {"routingReplay": True, "enablePrefixCaching": False}},
+        "spec.rollout.enablePrefixCaching",
+        "set it to true",
+        shows="False",
+    ),
+    BadSpec(
+        "recorded experts of drafts",
+        {_spec("rollout"): {"routingReplay": True, "speculative": {}}},
+        "spec.rollout.speculative",
+        "remove one of both",
+    ),
+    BadSpec(
+        "recorded experts of several weights",
+        {**APART, _spec("schedule", "weightUpdates"): "InFlight", _spec("rollout", "routingReplay"): True},
+        "spec.schedule.weightUpdates",
+        "use BetweenGenerations",
+        shows="InFlight",
+    ),
+    BadSpec(
+        "recorded experts for an engine that does not read them",
+        {
+            _spec("rollout"): {"routingReplay": True},
+            _spec("actor", "engine"): "Class",
+            _spec("actor", "engineClass"): {"module": "mine", "className": "Engine"},
+        },
+        "spec.rollout.routingReplay",
+        "set it to false",
+        shows="True",
+    ),
+    BadSpec(
+        "balanced experts of an engine that does not balance them",
+        {
+            _spec("actor", "routerAuxLossCoefficient"): 0.5,
+            _spec("actor", "engine"): "Class",
+            _spec("actor", "engineClass"): {"module": "mine", "className": "Engine"},
+        },
+        "spec.actor.routerAuxLossCoefficient",
+        "set it to 0",
+        shows="0.5",
+    ),
+    BadSpec(
+        "balanced experts of compiled layers",
+        {_spec("actor", "routerAuxLossCoefficient"): 0.5, _spec("model", "actor", "compile"): True},
+        "spec.model.actor.compile",
+        "set it to false",
+        shows="True",
+    ),
+    BadSpec(
+        "recorded experts for the stages of a pipeline",
+        {**_STAGES, _spec("rollout"): {"routingReplay": True}},
+        "spec.actor.pipelineParallelSize",
+        "rollout.routingReplay to false",
+        shows="2",
+    ),
+    BadSpec(
+        "balanced experts of the stages of a pipeline",
+        {**_STAGES, _spec("actor", "routerAuxLossCoefficient"): 0.5},
+        "spec.actor.pipelineParallelSize",
+        "actor.routerAuxLossCoefficient to 0",
+        shows="2",
+    ),
+    BadSpec(
+        "vLLM's argument for recorded experts",
+        {_spec("rollout"): {"engineArgs": {"enable_return_routed_experts": True}}},
+        "spec.rollout.engineArgs.enable_return_routed_experts",
+        "use rollout.routingReplay",
+        shows="True",
+        server_refuses=False,
+    ),
+)

@@ -1,0 +1,309 @@
+"""Routing replay: recorded experts decide, the router learns through their weights, on one rank and on several."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
+
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.routing import routers
+from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.maths.losses import Denominators
+from ppojob_trainer.maths.packing import micro_batches
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
+from tests.unit.trainer.engines import gradient_ranks, peer_ranks
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.test_engine_invariance import padded_loss
+from tests.unit.trainer.engines.test_engine_peers import run_ranks
+from tests.unit.trainer.engines.tiny_experts import NUM_EXPERTS, PER_TOKEN, save_tiny_experts
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
+from tests.unit.trainer.padded import padded_inputs
+
+NUM_LAYERS = 3
+DENSE_LAYER = 1
+AGGREGATION = LossAggregation.TOKEN_MEAN
+COEFFICIENT = 0.3
+Recording = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_experts(tmp_path_factory.mktemp("experts") / "qwen3_moe")
+
+
+def recorded(batch: DataProto, rows: list[Recording]) -> DataProto:
+    tokens = batch.prompts().to_lists(), batch.responses().to_lists()
+    return batch.with_fields({Keys.ROUTED_EXPERTS: rollout_batch(*tokens, experts=rows)[Keys.ROUTED_EXPERTS]})
+
+
+def random_recording(batch: DataProto) -> DataProto:
+    """Different experts for each token: a choice that went to another token would be seen."""
+    random = np.random.default_rng(5)
+
+    def row(length: int) -> Recording:
+        scores = random.random((length - 1, NUM_LAYERS, NUM_EXPERTS))
+        return scores.argsort(axis=-1)[..., :PER_TOKEN].astype(np.uint8)
+
+    return recorded(batch, [row(length) for length in batch.ragged(Keys.INPUT_IDS).lengths.tolist()])
+
+
+def note_choice(chosen: dict[int, Tensor], layer: int, *call: Any) -> None:
+    chosen[layer] = call[-1][2]
+
+
+def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
+    """What the policy's routers choose themselves, as an engine would record it; one sequence after the other."""
+    rows = []
+    for row in range(len(batch)):
+        chosen: dict[int, Tensor] = {}
+        found = routers(policy.module.backbone)
+        hooks = [router.register_forward_hook(partial(note_choice, chosen, layer)) for layer, router in found]
+        policy.forward(batch[row])
+        for hook in hooks:
+            hook.remove()
+        chosen[DENSE_LAYER] = torch.zeros_like(chosen[0])
+        rows.append(torch.stack([chosen[layer] for layer in range(NUM_LAYERS)], dim=1)[:-1].numpy().astype(np.uint8))
+    return recorded(batch, rows)
+
+
+def make_policy(
+    parallel: ParallelMesh, path: Path, max_tokens: int = 33, balance: float = 0.0, **model: Any
+) -> FSDPEngine:
+    training = ActorSpec(
+        learning_rate=1e-3,
+        max_tokens_per_gpu=max_tokens,
+        entropy_coefficient=gradient_ranks.ENTROPY_COEFFICIENT,
+        router_aux_loss_coefficient=balance,
+    )
+    actor = ActorModel(path=str(path), **model)
+    return policy_engine(parallel, actor, training, gradient_ranks.KL_IN_LOSS, total_steps=9, dtype=torch.float32)
+
+
+def log_probs(policy: FSDPEngine, batch: DataProto) -> Tensor:
+    return policy.forward(batch).ragged(Keys.OLD_LOG_PROBS).values
+
+
+def of_routers(policy: FSDPEngine) -> list[Tensor]:
+    weights: list[Any] = [router.get_parameter("weight") for _, router in routers(policy.module.backbone)]
+    return [weight.detach().to_local() for weight in weights]
+
+
+def test_replay_removes_the_difference_that_other_choices_make(parallel: ParallelMesh, path: Path) -> None:
+    """Two experts of each layer have almost the same scores, and differences as of another rounding decide."""
+    batch = gradient_ranks.whole_batch()
+    policy = make_policy(parallel, path)
+    for weight in of_routers(policy):
+        weight[1] = weight[0]
+    expected, engine = log_probs(policy, batch), own_recording(policy, batch)
+    torch.testing.assert_close(log_probs(policy, engine), expected, atol=1e-5, rtol=0)
+
+    torch.manual_seed(3)
+    for weight in of_routers(policy):
+        weight.add_(torch.randn(weight.shape) * 1e-4)
+
+    without, with_replay = ((log_probs(policy, each) - expected).abs().max() for each in (batch, engine))
+    assert without > 0.1, "no choice changed: nothing was compared"
+    assert with_replay < without / 20
+    assert 0 < policy.update(engine)["actor/routing_differs"] < 0.5
+
+
+def test_a_recording_decides_and_only_for_its_call(parallel: ParallelMesh, path: Path) -> None:
+    batch = gradient_ranks.whole_batch()
+    policy = make_policy(parallel, path)
+    own = log_probs(policy, batch)
+    assert (log_probs(policy, random_recording(batch)) - own).abs().mean() > 0.1
+    torch.testing.assert_close(log_probs(policy, batch), own, atol=0, rtol=0)
+
+
+def test_the_share_of_other_choices_is_counted_per_expert(parallel: ParallelMesh, path: Path) -> None:
+    policy = make_policy(parallel, path, gradient_checkpointing=False)
+    batch = gradient_ranks.whole_batch()
+    own = own_recording(policy, batch)
+    assert policy.update(own)["actor/routing_differs"] == 0
+    assert "actor/routing_differs" not in policy.update(batch)
+
+    policy = make_policy(parallel, path, gradient_checkpointing=False)
+    column = own.ragged(Keys.ROUTED_EXPERTS)
+    values = column.values.clone().view(-1, NUM_LAYERS, PER_TOKEN)
+    # In the last layer, where no later choice depends on it, the second expert of every token becomes another one.
+    first, second = values[:, 2, 0].long(), values[:, 2, 1].long()
+    values[:, 2, 1] = next_but(first, second).to(torch.uint8)
+    changed = own.with_fields({Keys.ROUTED_EXPERTS: column.with_values(values.flatten())})
+    assert policy.update(changed)["actor/routing_differs"] == pytest.approx(1 / 4)
+
+
+def next_but(first: Tensor, second: Tensor) -> Tensor:
+    """An expert that is neither of both."""
+    following = (second + 1) % NUM_EXPERTS
+    return torch.where(following == first, (following + 1) % NUM_EXPERTS, following)
+
+
+def test_a_recording_of_another_model_is_refused(parallel: ParallelMesh, path: Path) -> None:
+    batch = gradient_ranks.whole_batch()
+    lengths = batch.ragged(Keys.INPUT_IDS).lengths.tolist()
+    other = recorded(batch, [np.zeros((length - 1, 2, PER_TOKEN), dtype=np.uint8) for length in lengths])
+    with pytest.raises(ProtocolError, match="has 4 values for each token, and the model has 3 layers with 2 experts"):
+        make_policy(parallel, path).forward(other)
+
+
+def plain_gradients(path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The gradients of plain transformers with routers that choose what was recorded, on the padded batch."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    column, prompts = batch.ragged(Keys.ROUTED_EXPERTS), batch.prompts()
+    longest = int(prompts.lengths.max())
+    padded = torch.full((len(batch), longest + RESPONSE_LENGTH, NUM_LAYERS, PER_TOKEN), -1)
+    # Prompts are padded on the left.
+    for row, values in enumerate(column.rows()):
+        found = values.view(-1, NUM_LAYERS, PER_TOKEN).long()
+        first = longest - int(prompts.lengths[row])
+        padded[row, first : first + len(found)] = found
+    for layer, router in routers(model):
+        router.forced = padded[:, :, layer].flatten(0, 1)
+
+    def forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+        chosen = torch.where(router.forced < 0, logits.topk(PER_TOKEN).indices, router.forced)
+        # Of normalised weights: a softmax over the chosen experts alone.
+        return logits, logits.gather(1, chosen).softmax(dim=-1), chosen
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", forward)
+    counts = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
+    padded_loss(model, batch, counts, AGGREGATION.value).backward()
+    monkeypatch.undo()
+    return {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_gradients_are_those_of_transformers_with_these_experts(
+    parallel: ParallelMesh, path: Path, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_recording(gradient_ranks.whole_batch())
+    expected = plain_gradients(path, batch, monkeypatch)
+    found = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=gradient_checkpointing), batch)
+    assert found.keys() == expected.keys()
+    assert sum(".mlp.gate." in name for name in found) == NUM_LAYERS - 1
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        assert scale > 0, f"{name} has no gradient"
+        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-4, rtol=0, msg=name)
+
+
+def gradients_of_update(policy: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
+    """The gradients of an update of one step, before they are clipped."""
+    found: dict[str, Tensor] = {}
+    clip = policy.optimizer.clip
+
+    def observed() -> Tensor:
+        found.update(gradient_ranks._whole_gradients(policy.module))
+        return clip()
+
+    policy.optimizer.clip = observed  # type: ignore[method-assign]
+    policy.update(batch)
+    return {name.removeprefix("language_model."): gradient for name, gradient in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_divide_tokens_and_experts_replay_and_balance_the_same(
+    parallel: ParallelMesh, path: Path, tmp_path: Path
+) -> None:
+    dims = ParallelDims(sequence=2, expert=2)
+    of_one = replayed_step(parallel, path, whole_recording(), tmp_path)
+
+    run_ranks(dims, path, tmp_path, step_of_a_rank)
+
+    for rank in range(dims.world_size):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        number = dims.shard_of(rank)
+        rows = peer_ranks.rows_of(number, dims.num_shards)
+        torch.testing.assert_close(found["log_probs"], of_one["log_probs"][rows], atol=1e-5, rtol=1e-4)
+        for name, expected in of_one["metrics"].items():
+            # The few tokens that fill up the slices are counted as used experts.
+            tolerance = 0.05 if "/expert_i" in name else 1e-4
+            assert found["metrics"][name] == pytest.approx(expected, rel=tolerance, abs=1e-5), name
+        for name, tensor in found["weights"].items():
+            assert (tensor - of_one["weights"][name]).abs().mean() < 1e-5, name
+
+
+def whole_recording() -> DataProto:
+    batch = random_recording(peer_ranks.whole_batch())
+    return batch.with_fields({Keys.REF_LOG_PROB: batch.ragged(Keys.OLD_LOG_PROBS)})
+
+
+def step_of_a_rank(parallel: ParallelMesh, model: Path, _shard: DataProto, folder: Path) -> dict[str, Any]:
+    number = parallel.dims.shard_of(parallel.rank)
+    batch = whole_recording()[peer_ranks.rows_of(number, parallel.dims.num_shards)]
+    return replayed_step(parallel, model, batch, folder)
+
+
+def replayed_step(parallel: ParallelMesh, model: Path, batch: DataProto, _: Path) -> dict[str, Any]:
+    # The balance is that of a micro-batch, so its tokens are as many on both ranks together as on one.
+    max_tokens = 34 // parallel.dims.sequence
+    policy = make_policy(parallel, model, max_tokens, COEFFICIENT, gradient_checkpointing=True)
+    found = policy.forward(batch).padded(Keys.OLD_LOG_PROBS, RESPONSE_LENGTH)
+    metrics = policy.update(batch)
+    return {"log_probs": found, "metrics": metrics, "weights": gradient_ranks._weights(policy.module)}
+
+
+def plain_balance_gradients(path: Path, batch: DataProto) -> tuple[float, dict[str, Tensor]]:
+    """transformers' own load-balancing loss of a batch that is one micro-batch, and its gradients."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    inputs = padded_inputs(batch, RESPONSE_LENGTH)
+    logits = model(**inputs, output_router_logits=True).router_logits
+    loss = load_balancing_loss_func(logits, NUM_EXPERTS, PER_TOKEN, inputs["attention_mask"])
+    assert isinstance(loss, Tensor)
+    (COEFFICIENT * loss).backward()
+    return float(loss.detach()), {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+
+
+def balanced_policy(parallel: ParallelMesh, path: Path, coefficient: float, **settings: Any) -> FSDPEngine:
+    training = ActorSpec(learning_rate=1e-3, router_aux_loss_coefficient=coefficient, **settings)
+    run: dict[str, Any] = {"total_steps": 9, "dtype": torch.float32}
+    return policy_engine(parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), **run)
+
+
+def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, path: Path) -> None:
+    """Its gradients are the difference that the coefficient makes to an update of one micro-batch."""
+    batch = gradient_ranks.whole_batch()
+    loss, expected = plain_balance_gradients(path, batch)
+    without, with_balance = balanced_policy(parallel, path, 0.0), balanced_policy(parallel, path, COEFFICIENT)
+    of_policy = gradients_of_update(without, batch)
+    found = gradients_of_update(with_balance, batch)
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        # The last layer's experts and what follows them have no part in the loss.
+        tolerance = 1e-4 * max(float(scale), float(of_policy[name].abs().max()))
+        torch.testing.assert_close(found[name] - of_policy[name], gradient, atol=tolerance, rtol=0, msg=name)
+    assert expected["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
+    assert with_balance.update(batch)["actor/router_aux_loss"] < loss, "a step made the use of experts no more equal"
+    assert balanced_policy(parallel, path, COEFFICIENT).update(batch)["actor/router_aux_loss"] == pytest.approx(loss)
+
+
+def test_micro_batches_weigh_as_many_as_their_tokens(parallel: ParallelMesh, path: Path) -> None:
+    batch = gradient_ranks.whole_batch()
+    policy = balanced_policy(parallel, path, COEFFICIENT, max_tokens_per_gpu=16)
+    lengths = batch.ragged(Keys.INPUT_IDS).lengths
+    # No two sequences fit, but the engine may still put short ones together.
+    (plan,) = policy._plans([batch])
+    parts = micro_batches(lengths.tolist(), plan.max_tokens, plan.number)
+    losses = [plain_balance_gradients(path, batch[part])[0] for part in parts]
+    weights = [int(lengths[part].sum()) for part in parts]
+    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    assert len(parts) > 2
+    assert policy.update(batch)["actor/router_aux_loss"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,124 @@
+"""The routers of a mixture of experts: replay of the experts that the rollout engine chose, and how often they differ.
+
+Routing replay (R3, Ma et al. 2025, arXiv 2510.11370): trainer and engine round differently, so where two experts score
+almost the same, they choose different ones, and the log-probs of the same tokens are far apart. With the engine's
+choice recorded, a router here takes it over, and weights the experts by its own scores of them:
+
+    p = softmax(logits)        g = p[recorded], divided by its sum if the model normalises it
+
+So gradients reach the router through the weights, as they do without replay. Called by `model` (the routers of a new
+model), `modules` (the experts of a micro-batch) and `balance` (an observer of all choices). The recording stays with
+the routers until the next pass, because gradient checkpointing computes the layers again. In a pipeline, backward
+passes come later, so the spec refuses replay with one.
+
+Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.protocol import Keys, ProtocolError
+
+__all__ = ["OBSERVER", "differing_metrics", "prepare_routers", "replay_experts", "routers"]
+
+DIFFERING: Final = "differing_choices"
+"""Name of a router's buffer: the number of its own choices that were not recorded, and of all that were compared."""
+OBSERVER: Final = "routing_observer"
+"""Name of a router's attribute: a function that gets the probabilities [T, E] and the chosen experts [T, K] of each
+training pass; None: there is none."""
+_RECORDED: Final = "recorded_experts"
+"""Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
+
+
+def prepare_routers(model: nn.Module) -> None:
+    """Let the routers of a model take over recorded experts; nothing changes in a model without routers."""
+    for _, router in routers(model):
+        setattr(router, _RECORDED, None)
+        setattr(router, OBSERVER, None)
+        router.register_buffer(DIFFERING, torch.zeros(2, dtype=torch.int64), persistent=False)
+        router.forward = MethodType(_route, router)
+
+
+def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
+    """Let the routers choose these experts in the next pass and its backward pass; None: their own.
+
+    Args:
+        experts: integers [T, L * K], -1 where the routers choose.
+
+    Raises:
+        ProtocolError: the recording is of another model.
+    """
+    found = list(routers(backbone))
+    if not found:
+        return
+    num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
+    if experts is not None and experts.shape[1] != num_layers * per_token:
+        raise ProtocolError(
+            f"column {Keys.ROUTED_EXPERTS!r} has {experts.shape[1]} values for each token, and the model has "
+            f"{num_layers} layers with {per_token} experts of a token: record the experts of the model that is trained"
+        )
+    of_layers = None if experts is None else experts.view(-1, num_layers, per_token)
+    for layer, router in found:
+        setattr(router, _RECORDED, None if of_layers is None else of_layers[:, layer])
+
+
+def differing_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
+    """Return the share of the routers' own choices since the last call that were not recorded. Collective.
+
+    Of updates with recorded experts alone: empty without them. A choice is one expert of one token in one layer.
+    """
+    counts = [router.get_buffer(DIFFERING) for _, router in routers(backbone)]
+    # A stage of a pipeline has no routers and no recording.
+    if not counts or parallel.pipeline is not None:
+        return {}
+    differing, compared = parallel.sum_of_ranks(torch.stack(counts).sum(dim=0)).tolist()
+    for count in counts:
+        count.zero_()
+    return {f"{role}/routing_differs": differing / compared} if compared else {}
+
+
+def routers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number of the layer of each router, and the router."""
+    layers = next((part for name, part in model.named_modules() if name.split(".")[-1] == "layers"), nn.ModuleList())
+    for number, layer in enumerate(layers.children()):
+        for part in layer.modules():
+            if isinstance(part, Qwen3MoeTopKRouter):
+                yield number, part
+
+
+def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As transformers' router: return logits [T, E], the weights of the chosen experts [T, K], and the experts."""
+    logits, weights_TK, own_TK = type(router).forward(router, hidden_states)
+    recorded: Tensor | None = getattr(router, _RECORDED)
+    observer = getattr(router, OBSERVER) if router.training else None
+    if recorded is None and observer is None:
+        return logits, weights_TK, own_TK
+    probabilities_TE, chosen_TK = functional.softmax(logits, dtype=torch.float, dim=-1), own_TK
+    if recorded is not None:
+        chosen_TK = torch.where(recorded >= 0, recorded.to(own_TK.dtype), own_TK)
+        weights_TK = _weights(router, probabilities_TE, chosen_TK).to(logits.dtype)
+        if router.training:
+            _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, recorded >= 0)
+    if observer is not None:
+        observer(probabilities_TE, chosen_TK)
+    return logits, weights_TK, chosen_TK
+
+
+def _weights(router: Any, probabilities_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    weights_TK = probabilities_TE.gather(1, chosen_TK)
+    return weights_TK / weights_TK.sum(dim=-1, keepdim=True) if router.norm_topk_prob else weights_TK
+
+
+@torch.no_grad()
+def _count_differing(counts: Tensor, own_TK: Tensor, chosen_TK: Tensor, is_recorded: Tensor) -> None:
+    is_other = (own_TK.unsqueeze(2) != chosen_TK.unsqueeze(1)).all(dim=2) & is_recorded
+    counts.add_(torch.stack([is_other.sum(), is_recorded.sum()]))
