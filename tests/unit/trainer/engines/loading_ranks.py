@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ppojob_trainer.engines.train.fsdp import loading
 from ppojob_trainer.engines.train.fsdp.experts import COUNTS
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
+from ppojob_trainer.engines.train.fsdp.routing import DIFFERING
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 
 FLOAT32 = LoadOptions(dtype=torch.float32)
@@ -50,7 +51,9 @@ def whole_and_read(parallel: ParallelMesh, model: Path, options: LoadOptions) ->
     named = (*model_of_language.named_parameters(), *model_of_language.named_buffers())
     return {
         # transformers does not have the counts.
-        "tensors": {name: _whole(tensor.detach()).clone() for name, tensor in named if not name.endswith(COUNTS)},
+        "tensors": {
+            name: _whole(one.detach()).clone() for name, one in named if not name.endswith((COUNTS, DIFFERING))
+        },
         "bytes": sum(read.values()),
         "experts": sum(".experts." in name for name in read),
     }
