@@ -1,4 +1,5 @@
-"""The functions of `parts` for the algorithm: clipping, estimator, dynamic sampling, long responses, older weights."""
+"""The functions of `parts` for the algorithm: clipping, estimator, dynamic sampling, experts, long responses, older
+weights."""
 
 from __future__ import annotations
 
@@ -49,6 +50,17 @@ def dynamic_sampling(draft: Draft) -> None:
     if metric not in (None, "acc", "score"):
         why = f"verl compares {metric}; here the scores are compared, without KL and the penalty of length"
         draft.to_fill.append(("algorithm.dynamicSampling", why))
+
+
+def routing_replay(draft: Draft) -> None:
+    """The experts of a mixture that the rollout recorded (R3). verl needs vLLM's prefix cache off for it, ours on."""
+    rollout, mode = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.router_replay.mode"
+    if draft.take(f"{rollout}.enable_rollout_routing_replay") is not True:
+        return
+    draft.values["rollout.routingReplay"] = True
+    draft.take(f"{rollout}.enable_prefix_caching")
+    if draft.given.get(mode) == "R3":
+        draft.take(mode)
 
 
 def overlong_responses(draft: Draft) -> None:

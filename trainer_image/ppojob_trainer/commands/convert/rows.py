@@ -55,6 +55,7 @@ Row = Converted | Checked | Ignored | Unsupported
 
 _ENGINES = one_of({"fsdp": "", "fsdp2": ""}, "models are trained by FSDP2; for large ones set tensorParallelSize")
 MEGATRON = "models are trained by FSDP2; for large ones set tensorParallelSize of the role and its offload"
+_NO_R2 = "only the experts that the rollout recorded are replayed (R3): see rollout.routingReplay"
 _NO_QUANTIZATION = "models are trained and generate with their own weights"
 
 
@@ -103,7 +104,7 @@ def rows_of_trained(verl: str, role: str, engine: str) -> list[Row]:
         Checked(f"{engine}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.qat.enable", only(False, _NO_QUANTIZATION)),
         Checked(f"{verl}.loss_scale_factor", only(None, "SeqMeanTokenSumNorm divides by data.maxResponseLength")),
-        Checked(f"{verl}.router_replay.mode", only("disabled", "there is no replay of experts' routes")),
+        Checked(f"{verl}.router_replay.mode", only("disabled", _NO_R2)),
         Checked(f"{verl}.load_weight", only(True, "a model always starts from its weights")),
         Unsupported(f"{engine}.mixed_precision.*", "roles compute in bfloat16 and sum gradients in float32"),
         *ignored(

@@ -128,7 +128,6 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.over_sample_rate", only(0, "as many responses are generated as are used")),
     Checked(f"{_R}.max_model_len", only(None, "it is data.maxPromptLength + data.maxResponseLength")),
     Checked(f"{_R}.disaggregation.enabled", only(False, _SERVERS)),
-    Checked(f"{_R}.enable_rollout_routing_replay", only(False, "there is no replay of experts' routes")),
     Checked(f"{_R}.agent.default_agent_loop", only("single_turn_agent", _SERVERS)),
     Checked(f"{_R}.agent.agent_loop_config_path", only(None, _SERVERS)),
     Checked(f"{_R}.skip_rollout", only(False, "generation is never skipped")),

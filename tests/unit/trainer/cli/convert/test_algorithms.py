@@ -26,6 +26,24 @@ def not_carried(conversion: Conversion) -> dict[str, str]:
     return {entry.name: entry.why for entry in conversion.unconverted}
 
 
+def test_recorded_experts_are_replayed_with_the_prefix_cache_on() -> None:
+    replay = ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", f"{ACTOR}.router_replay.mode=R3")
+
+    conversion = converted(*GRPO, *replay, "actor_rollout_ref.rollout.enable_prefix_caching=False")
+
+    rollout = spec(conversion)["rollout"]
+    assert rollout["routingReplay"] is True
+    assert rollout.get("enablePrefixCaching", True) is True
+    assert not_carried(conversion) == {}
+
+
+def test_experts_of_the_trainers_own_passes_are_not_replayed() -> None:
+    conversion = converted(*GRPO, f"{ACTOR}.router_replay.mode=R2")
+
+    assert "routingReplay" not in spec(conversion)["rollout"]
+    assert "rollout.routingReplay" in not_carried(conversion)[f"{ACTOR}.router_replay.mode"]
+
+
 @pytest.mark.parametrize(("mode", "loss"), [("vanilla", "PPO"), ("gspo", "GSPO"), ("cispo", "CISPO")])
 def test_policy_losses(mode: str, loss: str) -> None:
     conversion = converted(*GRPO, f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.clip_ratio_high=0.0004")
