@@ -17,6 +17,7 @@ ROWS = {
     "input_ids": Ragged.from_rows([[5, 7], [1, 2, 3, 4]], torch.int32),
     "response_mask": Ragged.from_rows([[True], [False, True, True]], torch.bool),
     "rollout_log_probs": Ragged.from_rows([[-float("inf")], [-1.0, -2.0, -3.0]], torch.float32),
+    "routed_experts": Ragged.from_rows([[3, 255], [0, 1, 2, 3, 4, 5]], torch.uint8),
     "part": Ragged.from_rows([[1], [2, 3], [4]], torch.int32).take(slice(1, 3)),
 }
 
