@@ -145,6 +145,8 @@ class BatchFiller(Generic[B]):
         rows, responses = work.finished()
         part = Part([first_row + row for row in rows], responses)
         self._responses.append(part)
+        # Its functions refer to `work`: without them, the stored responses are freed with it.
+        work.listener = None
         if not self._is_streamed:
             await self._score(Part(part.rows, work.prompts.take(rows).union(responses)))
 

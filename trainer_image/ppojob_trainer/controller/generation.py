@@ -284,7 +284,7 @@ class Generation(Generic[B]):
 
 async def _follow(role: str, port: RolloutPort[B], work: Writing[B], clock: Callable[[], float]) -> None:
     """Let the engines of a pool generate until they have no work left and none can come."""
-    generating, began, num_engines = port.begin(work.step, is_validation=work.is_validation), clock(), len(port.engines)
+    generating, counted = port.begin(work.step, is_validation=work.is_validation), clock()
     running: dict[asyncio.Task[Reported[B]], tuple[_Engine, float]] = {}
 
     def give_work() -> None:
@@ -303,13 +303,17 @@ async def _follow(role: str, port: RolloutPort[B], work: Writing[B], clock: Call
             give_work()
             if not running and (work.is_ended or not port.engines):
                 break
-            for task in await _first_of(running, changed):
+            done, num_engines = await _first_of(running, changed), max(len(port.engines), len(running))
+            work.engine_s, counted = work.engine_s + num_engines * (clock() - counted), clock()
+            if work.is_closed:
+                # What is reported now is not needed, and a loss would be repeated by nobody.
+                break
+            for task in done:
                 engine, since = running.pop(task)
                 work.busy_s += clock() - since
                 work.settle(engine, task.result(), clock())
     finally:
         work.busy_s += sum(clock() - since for _, since in running.values())
-        work.engine_s += num_engines * (clock() - began)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -329,5 +333,6 @@ async def _first_of(running: Collection[asyncio.Task[T]], changed: asyncio.Event
 
 
 async def _exchange(generating: Generating[B], engine: _Engine, rows: Sequence[int], work: Writing[B]) -> Reported[B]:
-    num_rows = work.queue.rows_of_part(engine, is_streamed=work.listener is not None)
+    is_streamed = work.listener is not None
+    num_rows = work.queue.rows_of_part(engine, is_streamed=is_streamed, is_open=not work.is_ended)
     return await generating.exchange(engine[1], rows, work.prompts.take(rows) if rows else None, num_rows)

@@ -163,7 +163,9 @@ class PPO(Generic[B]):
             batch, hooked = await self._generate_hooks(batch, step)
         phases, reward = self._scoring_phases(step), self._ports.reward
         scores = await on_whole(phases, self._chains(phases).values(), batch)
-        batch, total = await self._run(Phase.REWARD, "reward", step, reward.total(batch.union(*scores.values())))
+        # In one order for all parts: they are joined by position.
+        scored = batch.union(*(scores[name] for name in phases))
+        batch, total = await self._run(Phase.REWARD, "reward", step, reward.total(scored))
         return Scored(batch, scores, reward.row_scores(batch), {**hooked, **total})
 
     def _scoring_phases(self, step: int) -> dict[str, ForwardPhase[B]]:

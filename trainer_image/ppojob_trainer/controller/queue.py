@@ -40,7 +40,7 @@ class Generated(Generic[B]):
     version: the step after which the policy had the weights that generated them, or with which their generation began
     if weights are updated in flight. streamed: the forward phases that started on responses while others were
     generated. is_scored: dynamic sampling called the users' hooks after Generate and scored the responses; the batch
-    has token_level_scores, and `metrics` those of the rounds.
+    has token_level_scores, and `metrics` those of sampling and scoring.
     """
 
     step: int

@@ -118,7 +118,9 @@ def _shared(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[
     predicted times leave that out.
     """
     placement = spec.placement
-    if layout_of(spec).schedule.streaming and statistics.median(map(evenness, steps)) < MIN_EVENNESS:
+    # With dynamic sampling, only the reward streams.
+    is_streamed = layout_of(spec).schedule.streaming and spec.algorithm.dynamic_sampling is None
+    if is_streamed and statistics.median(map(evenness, steps)) < MIN_EVENNESS:
         return
     for pool in spec.pools if spec.device is Device.CUDA else ():
         pools = [*placement.rollout_pools, pool.name]

@@ -33,6 +33,8 @@ _RESERVE = 1 / 8
 _MAX_PARTS, _MAX_PARTS_OF_ALL = 16, 64
 """Into how many parts an engine's responses are divided while they are streamed: each part costs the controller some
 milliseconds, so with many engines each sends fewer."""
+_PARTS_OF_OPEN = 8
+"""While samples may still be added, an engine reports as soon as it has finished this part of what it has."""
 
 
 class LengthHistory:
@@ -181,14 +183,20 @@ class SampleQueue(Generic[E]):
         self._share = max(self._share, math.ceil(self.num_unfinished / max(1, len(self._engines))))
         return repeated
 
-    def rows_of_part(self, engine: E, *, is_streamed: bool) -> int:
-        """Return how many responses an engine should finish before it reports them."""
+    def rows_of_part(self, engine: E, *, is_streamed: bool, is_open: bool = False) -> int:
+        """Return how many responses an engine should finish before it reports them.
+
+        is_open: what is reported decides which samples are added.
+        """
         held = self.num_held(engine)
         parts = min(_MAX_PARTS, max(2, _MAX_PARTS_OF_ALL // max(1, len(self._engines))))
         size = math.ceil(self._share / parts) if is_streamed else held
         if self.num_waiting:
             # Before it has used up its reserve.
             size = min(size, math.ceil(_RESERVE * held))
+        if is_open:
+            # The fewer are left, the fewer wait for the slowest of them.
+            size = min(size, math.ceil(held / _PARTS_OF_OPEN))
         return min(held, size)
 
     def _deal(self, groups: list[_Group]) -> list[_Group]:

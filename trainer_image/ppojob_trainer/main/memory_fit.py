@@ -188,9 +188,10 @@ def _layer(size: ModelSize, divided_by: int = 1) -> float:
     """Estimate the bytes per token that a decoder layer keeps for its backward pass, in bfloat16.
 
     Korthikanti et al. 2022, section 4.1, for a gated MLP without dropout and attention that keeps no scores: the inputs
-    of two norms, of the projections and of the output projection, queries, keys and values; gate, up and product.
+    of two norms, of the projections and of the output projection, queries, keys and values; gate, up and product. Each
+    expert of a token has its copy of the token, and a result.
     """
-    return _BFLOAT16 * (8 * size.hidden + 3 * size.intermediate / divided_by)
+    return _BFLOAT16 * ((8 + 2 * size.experts_per_token) * size.hidden + 3 * size.intermediate / divided_by)
 
 
 def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec) -> float:

@@ -51,7 +51,9 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     share, weights = rollout.gpu_memory_utilization * gpu, engine_weights(spec, num_parameters)
     length = spec.data.max_prompt_length + spec.data.max_response_length
     tokens = max(rollout.max_num_batched_tokens, length)
-    layer = _BFLOAT16 * tokens * (8 * text.hidden_size + 3 * active_intermediate(text) // parts)
+    # Each expert of a token has its copy of the token, and a result.
+    hidden = (8 + 2 * (getattr(text, "num_experts_per_tok", None) or 0)) * text.hidden_size
+    layer = _BFLOAT16 * tokens * (hidden + 3 * active_intermediate(text) // parts)
     logits = _SAMPLING_COPIES * _FLOAT32 * rollout.max_num_seqs * text.vocab_size // parts
     room = max(0.0, share - weights - layer - logits)
     cached = int(room / per_token)

@@ -38,10 +38,8 @@ _KINDS: Final = {
     "gather": ("allgather", "all_gather"),
     "reduce": ("reduce",),
     "pipeline": ("recv",),
-    # `train.expert` calls the functional operation, and sequence parallelism the other.
-    "experts": ("all_to_all_single",),
 }
-"""Words in the names of operations, by the kind of traffic; all others are exchanges."""
+"""Words in the names of operations, by the kind of traffic; all others are exchanges, or those of experts."""
 _ANY_TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -49,7 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are created inside it and still exist.
 
     now, peak: live bytes, and the most since `restart`. received: bytes that this rank receives in collectives, by
-    operation, since `restart`.
+    operation, since `restart`. experts: the group whose exchanges are those of tokens for experts; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -57,6 +55,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.received: Counter[str] = Counter()
+        self.experts: dist.ProcessGroup | None = None
         self._sizes: dict[int, int] = {}
         self._is_on_host = False
         self._resize: Callable[[UntypedStorage, int], Any] = UntypedStorage.resize_
@@ -126,6 +125,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         sizes = [tensor.nbytes for tensor in tree_iter(args) if isinstance(tensor, Tensor)]
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
+        if kind == "exchange" and self.experts is not None and self.experts.group_name in args:
+            kind = "experts"
         # Of a gather the result is the largest, of a reduction what is sent.
         self.received[kind] += max(sizes, default=0)
 

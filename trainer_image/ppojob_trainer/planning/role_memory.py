@@ -111,6 +111,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
     """Run the role's passes once, on the first rank of a stage; without a pipeline, all ranks are stage 0."""
     live = LiveBytes()
     with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
+        live.experts = None if parallel.experts is None else parallel.experts.mesh.get_group()
         module = _built(work, parallel)
         num_parameters, layer_parameters = _counted(module, work.config)
         micro = None if work.kind == "reward_model" else _micro_batch(work, parallel)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import pytest
@@ -211,6 +211,30 @@ async def test_neither_times_nor_engines_change_a_batch(
     for step in (1, 2, 3):
         sampler.observe(NUM_PROMPTS, int(run.monitor.records[step]["sampling/prompts"]))
     assert run.checkpoints.saved[3][0]["sampling"] == sampler.state_dict()
+
+
+async def test_parts_whose_sources_of_scores_finish_in_other_orders_are_joined(make_run: MakeRun) -> None:
+    run = timed_run(
+        make_run, 1, schedule_of(ScheduleMode.OVERLAPPED), num_engines=2, num_slots=3, steps=2, reward="Both",
+        pool_of={**SPLIT, "reward_model": SPLIT["critic"]},
+    )  # fmt: skip
+    run.world.durations = OfTurns(run.world.durations | {"reward_model": 1.0}, reward=(0.01, 50.0))
+    batches = watch_batches(run)
+
+    await run()
+
+    check_batches(run, batches, (1, 2))
+
+
+class OfTurns(dict[str, float]):
+    """Durations, of which some are others at each call, in turn."""
+
+    def __init__(self, durations: dict[str, float], **turns: tuple[float, ...]) -> None:
+        super().__init__(durations)
+        self._turns = {name: cycle(each) for name, each in turns.items()}
+
+    def __getitem__(self, name: str) -> float:
+        return next(self._turns[name]) if name in self._turns else super().__getitem__(name)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -151,6 +151,20 @@ def test_an_engine_asks_for_more_before_its_reserve_is_used_up() -> None:
     assert queue.rows_of_part("a", is_streamed=True) == 9
 
 
+def test_parts_become_smaller_while_samples_may_be_added() -> None:
+    queue = queue_of([10] * 512, engines={"a": FakeCapacity(10_000)})
+    rows, sizes = queue.take("a"), []
+    while rows:
+        sizes.append(queue.rows_of_part("a", is_streamed=True, is_open=True))
+        queue.finish("a", rows[: sizes[-1]])
+        del rows[: sizes[-1]]
+
+    assert sizes[0] == 32
+    assert sizes == sorted(sizes, reverse=True)
+    # The last finished responses do not wait for the slowest one.
+    assert sizes[-8:] == [1] * 8
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_sample_is_generated_once_whatever_happens(seed: int) -> None:
     draw = random.Random(seed)

@@ -71,7 +71,7 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             "actor.pipelineParallelSize 2: mine has custom code, .* set it to 1",
         ),
         (Phi3Config(), {"actor.tensorParallelSize": 2}, "tensor parallelism of phi3 is not supported"),
-        (PretrainedConfig(num_attention_heads=4), {"actor.tensorParallelSize": 2}, "no plan.*use sequenceParallelSize"),
+        (PretrainedConfig(model_type="mine"), {"actor.tensorParallelSize": 2}, "mine has custom code, .*use sequence"),
     ],
 )
 def test_a_size_that_does_not_divide_is_refused_by_its_field(

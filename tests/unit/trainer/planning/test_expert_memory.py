@@ -64,6 +64,12 @@ def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
     assert measure(work(tmp_path, ParallelDims(shard=2))).traffic["experts"] == 0
 
 
+def test_the_exchange_of_sequence_parallel_ranks_is_another(tmp_path: Path) -> None:
+    found = measure(work(tmp_path, ParallelDims(sequence=2, expert=2)))
+    assert 0 < found.traffic["experts"] <= LAYERS * (2 * ROWS + COUNTS)
+    assert found.traffic["exchange"] > 0
+
+
 def test_a_rank_gathers_its_own_experts_alone(tmp_path: Path) -> None:
     """In bfloat16, over the ranks that own the same ones; if there are no others, nothing."""
     whole = measure(work(tmp_path, ParallelDims(shard=4)))

@@ -43,9 +43,9 @@ def dynamic_sampling(draft: Draft) -> None:
     metric, limit = draft.take(f"{at}.metric"), draft.take(f"{at}.max_num_gen_batches", default=0)
     if is_on is not True:
         return
-    generated, trained = draft.take("data.gen_batch_size"), draft.given.get("data.train_batch_size")
+    generated, trained = draft.take("data.gen_batch_size"), draft.given.get("data.train_batch_size", 1024)
     # Ours are batches of trainBatchSize. 0 is no limit.
-    ratio = max(1.0, number(generated) / number(trained)) if generated and trained else 1.0
+    ratio = max(1.0, number(generated) / number(trained)) if generated else 1.0
     draft.values["algorithm.dynamicSampling.maxGenerationBatches"] = min(1000, math.ceil(whole(limit) * ratio) or 1000)
     if metric not in (None, "acc", "score"):
         why = f"verl compares {metric}; here the scores are compared, without KL and the penalty of length"

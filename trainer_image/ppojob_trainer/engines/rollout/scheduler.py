@@ -269,7 +269,8 @@ class ResponseScheduler(AsyncScheduler):
         if output.prefill_stats is not None:
             response.prefill = output.prefill_stats
         if output.routed_experts is not None:
-            response.experts.append(output.routed_experts)
+            # vLLM's array is a part of the whole step's, whose pinned memory it would keep.
+            response.experts.append(output.routed_experts.copy())
         if output.finish_reason is None:
             return False
         if response.experts:

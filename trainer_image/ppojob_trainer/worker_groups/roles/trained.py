@@ -61,9 +61,9 @@ class ModelSize:
     """Number of parameters of a model (tied ones count once), and memory of a GPU for it, in bytes.
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
-    have them. in_experts: parameters of fused experts; 0 if the model is no mixture. host, host_bytes: address of the
-    first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage; empty
-    without a pipeline.
+    have them. in_experts: parameters of fused experts; experts_per_token: those that compute a token; 0 if the model is
+    no mixture. host, host_bytes: address of the first rank's pod or machine, and its memory in bytes. stages: number of
+    parameters of each pipeline stage; empty without a pipeline.
     """
 
     num_parameters: int
@@ -72,6 +72,7 @@ class ModelSize:
     hidden: int = 0
     intermediate: int = 0
     in_experts: int = 0
+    experts_per_token: int = 0
     host: str = ""
     host_bytes: int = 0
     stages: tuple[int, ...] = ()
@@ -103,6 +104,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         layers=number("num_hidden_layers"),
         hidden=number("hidden_size"),
         intermediate=active_intermediate(config),
+        experts_per_token=number("num_experts_per_tok"),
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
         stages=parameters_of_stages(module, num_stages) if num_stages > 1 else (),
     )

@@ -38,7 +38,7 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
             tensor = sizes.get(field.replace(_SEQUENCE, _TENSOR), 1)
             _check_sequence_parallel(text, field, size, tensor)
         else:
-            _check_tensor_parallel(text, field, size)
+            _check_tensor_parallel(config, text, field, size)
 
 
 def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) -> None:
@@ -62,7 +62,12 @@ def _check_experts(text: Any, field: str, size: int) -> None:
         raise ModelMismatchError(indivisible(text, field, size, "number of experts", f"{number}: use a divisor"))
 
 
-def _check_tensor_parallel(text: Any, field: str, size: int) -> None:
+def _check_tensor_parallel(config: PretrainedConfig, text: Any, field: str, size: int) -> None:
+    if config.model_type not in FAMILIES:
+        raise ModelMismatchError(
+            f"{field} {size}: {config.model_type} has custom code, whose plan no test compares with its layers: use "
+            f"{_SEQUENCE}"
+        )
     plan = plan_of(text)
     unknown = set(plan.values()) - KNOWN_STYLES if plan else {"no plan"}
     if unknown:

@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.protocol import Keys, ProtocolError
 
 __all__ = ["OBSERVER", "differing_metrics", "prepare_routers", "replay_experts", "routers"]
@@ -57,9 +58,9 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
     Raises:
         ProtocolError: the recording is of another model.
     """
-    found = list(routers(backbone))
-    if not found:
+    if num_experts(backbone.config) is None:
         return
+    found = list(routers(backbone))
     num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
     if experts is not None and experts.shape[1] != num_layers * per_token:
         raise ProtocolError(
