@@ -1,7 +1,7 @@
-"""Bad templates, one mistake each: what is said of it, and whether the API server refuses the template or the job.
+"""Bad templates, one mistake each: its message, and whether the API server refuses the template or the job.
 
-The unit tests of the contract and the integration test against the real API server read these tables. `TEMPLATE` is
-what all of them begin from; `JOB` is a job that is complete only with it.
+The unit tests of the contract and the integration test against the real API server read these tables. All of
+them are changes of `TEMPLATE`; `JOB` is a job that is complete only with it.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Programs that a test runs in an environment of their own, because their pins clash with ours.
+"""Programs that a test runs in a separate environment, because their pins conflict with ours.
 
 Called by `tests/oracles` and by tests that start a server. The requirements are pinned and complete: nothing else is
-installed, not even what these packages ask for. Environments lie in the user's cache, one for each content of the
+installed, not even what these packages ask for. Environments are in the user's cache, one for each content of the
 requirements, and are built once; uv links most of their packages from its own cache.
 """
 

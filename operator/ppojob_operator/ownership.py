@@ -21,7 +21,7 @@ from ppojob_operator.reconcile import is_finished
 _ACTION = "Ownership"
 _OWNER = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:/([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?))?")
 _LEASE_DURATIONS = 2
-"""Minimum wait for another Lease, as a multiple of its own duration, whatever the settings say."""
+"""Minimum wait for another Lease, as a multiple of that Lease's duration. No setting lowers it."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class FetchJob:
     """Kueue's LocalQueue in its label. None: it has no such label."""
     is_complete: bool = False
     failure: str | None = None
-    """Kubernetes' message why it has failed for good. None: it has not."""
+    """Kubernetes' message why it has failed permanently. None: it has not failed."""
 
     @property
     def is_over(self) -> bool:

@@ -258,7 +258,7 @@ def _read_spec(
 def _read_effective(
     raw: Mapping[str, Any], spec: PPOJobSpec | SpecError, layout: Layout | None, template: PinnedTemplate | None
 ) -> PPOJobSpec | None:
-    """Return the completed spec with the layout in force instead of its own. It stays within the template's limits."""
+    """Return the completed spec with the effective layout instead of its layout. It respects the template's limits."""
     if layout is None:
         return None
     if isinstance(spec, PPOJobSpec) and layout_of(spec) == layout:

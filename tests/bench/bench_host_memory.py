@@ -52,7 +52,7 @@ def main() -> None:
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)
     size = workload.size_of(arguments.shape)
-    # In a process of its own: what it takes of a GPU is free again before the run begins.
+    # In a separate process, so that its GPU memory is free before the run begins.
     maker = multiprocessing.get_context("spawn").Process(
         target=workload.prepare, args=(data, size, arguments.steps + 1), kwargs={"layers": arguments.layers}
     )

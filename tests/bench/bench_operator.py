@@ -88,7 +88,7 @@ class Bench:
         if not self.fleet.times.running:
             self.add("rest, reports and restart", "", f"no trainer ran after {self.limit_s:g} s (--limit)")
             return
-        # Three minutes after it was sent a trainer is written to be silent, once; nothing changes after that.
+        # Three minutes after a trainer was sent, its status says once that it is silent; nothing changes after that.
         await asyncio.sleep(SILENCE_IS_TOLD_S)
         await self.rest("at rest", "none")
         await self.reports()
@@ -226,7 +226,7 @@ def _cores(used: Usage) -> str:
 
 
 async def kuberay_alone(namespace: str, arguments: argparse.Namespace) -> float:
-    """Measure KubeRay without the operator, in a namespace of its own."""
+    """Measure KubeRay without the operator, in a separate namespace."""
     async with connect() as connection:
         rate = await ready_per_second(connection, namespace, arguments.jobs, arguments.pods, arguments.limit)
     print(f"KubeRay alone: {rate:.2f} RayClusters ready per second", flush=True)

@@ -12,8 +12,8 @@
                                   reference, next-generation, weight-sync (which takes next-generation with it),
                                   streaming, old-log-prob; also split-without-OVERLAP
     A+C-shared                    the same, Overlapped, the critic's pool shared with the rollout; also split-shared
-    rollout-alone, ref-alone      that role in a pool of its own, from three GPUs on
-    reward-alone                  a reward model in a pool of its own, from three GPUs on
+    rollout-alone, ref-alone      that role in a separate pool, from three GPUs on
+    reward-alone                  a reward model in a separate pool, from three GPUs on
 
 Called by `bench_split`.
 """
@@ -108,7 +108,7 @@ def _split(actor: int, critic: int, suffix: str) -> Layout:
 
 
 def _alone(role: str, num_gpus: int) -> Layout:
-    """One role on a GPU of its own, or the rollout on all that actor and critic leave, because it is the longest."""
+    """One role on a separate GPU, or the rollout on all that actor and critic leave, because it is the longest."""
     if role == "rollout":
         return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: [role]}, _OVERLAPPED)
     found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, _OVERLAPPED)

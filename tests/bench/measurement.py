@@ -1,4 +1,4 @@
-"""One layout's run: started as a process of its own, read from its files. Called by `bench_split`."""
+"""One layout's run: started as a separate process, read from its files. Called by `bench_split`."""
 
 from __future__ import annotations
 

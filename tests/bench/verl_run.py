@@ -1,9 +1,9 @@
-"""verl's PPO on the benchmark's work, as a process of its own in an interpreter that has verl. Called by `bench_split`.
+"""verl's PPO on the benchmark's work, as a separate process in an interpreter that has verl. Called by `bench_split`.
 
 Nothing of verl is changed, and nothing of it is imported here. Its metrics are read from what its file logger writes:
-a line of JSON for each step, with the names that we use too. A step lasts as long as verl says; what it does between
-its steps, metrics and logs, is not in it. It wants flash-attn, without which it does not load a critic, and an
-environment of its own: its queue (TransferQueue 0.1.11) installs a package `tests`, which hides ours.
+a line of JSON for each step, with the names that we use too. A step's time is verl's: it does not include the work
+between steps, such as metrics and logs. verl needs flash-attn, without which it does not load a critic, and a separate
+environment: its queue (TransferQueue 0.1.11) installs a package `tests`, which hides ours.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find(python: str) -> Verl:
     """Return verl as the interpreter has it.
 
     Raises:
-        NoVerlError: it has not, or does not start.
+        NoVerlError: the interpreter does not have verl, or does not start.
     """
     try:
         done = subprocess.run(
@@ -137,7 +137,7 @@ def _run(verl: Verl, arguments: Sequence[str], folder: Path) -> float:
     command = [verl.python, "-m", "verl.trainer.main_ppo", *arguments]
     environment = _environment(verl.python) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     with log.open("w", encoding="utf-8") as output:
-        # A session of its own, by which its Ray and vLLM's processes are found again.
+        # A separate session, by which its Ray and vLLM's processes are found again.
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment, start_new_session=True
         )

@@ -1,7 +1,7 @@
 """The benchmark's workload as settings of verl: the same job, and the settings that make it fast.
 
-Called by `verl_run`. What stands in neither table has verl's default, which is ours too: learning rates, clipping,
-discounts, float32 weights with bfloat16 computation, AdamW. Names and meanings are those of verl 0.9.1.
+Called by `verl_run`. Settings that are in neither table have verl's default, which is ours too: learning rates,
+clipping, discounts, float32 weights with bfloat16 computation, AdamW. Names and meanings are those of verl 0.9.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A real Kueue takes a job's quota for a workload of higher priority: the pods stay until the checkpoint is down.
+"""A real Kueue takes a job's quota for a workload of higher priority: the pods stay until the checkpoint is saved.
 
-The job waits in its queue, is let in again and goes on from that checkpoint. How long each part took is printed
+The job waits in its queue, is admitted again and resumes from that checkpoint. How long each part took is printed
 (`--capture=no` shows it) and never asserted.
 """
 
@@ -83,7 +83,7 @@ def apply(site: Site, kind: str, name: str, spec: dict[str, Any]) -> None:
 def story(site: Site, queue: None) -> Story:
     """The job runs to its end afterwards."""
     site.apply(NAME, CHANGES)
-    # The first checkpoint is down and a step after it is done, so that there is something to lose.
+    # The first checkpoint is saved and a step after it is done, so that there is something to lose.
     await_step(site, NAME, EVERY_STEPS + 1)
     found = Story(cluster=site.job(NAME)["status"]["rayCluster"]["name"])
     evict(site, found)

@@ -1,6 +1,6 @@
-"""The scheduler takes a worker's pod for one of higher priority: the hook holds it until the checkpoint is down.
+"""The scheduler takes a worker's pod for one of higher priority: the hook delays this until the checkpoint is saved.
 
-The job waits until there is room again, goes on from that checkpoint and does no step twice. How long each part took is
+The job waits until there is room again, resumes from that checkpoint and does no step twice. How long each part took is
 printed (`--capture=no` shows it) and never asserted.
 """
 
@@ -58,7 +58,7 @@ def story(site: Site) -> Iterator[Story]:
     try:
         site.kubectl("create", "priorityclass", priority, "--value=1000")
         site.apply(NAME, CHANGES)
-        # The first checkpoint is down and a step after it is done, so that there is something to lose.
+        # The first checkpoint is saved and a step after it is done, so that there is something to lose.
         await_step(site, NAME, EVERY_STEPS + 1)
         found = Story(cluster=site.job(NAME)["status"]["rayCluster"]["name"])
         preempt(site, found, priority)

@@ -1,4 +1,4 @@
-"""The commands of docs/tutorial.md, as they stand there, on the real cluster.
+"""The commands of docs/tutorial.md, without changes, on the real cluster.
 
 Two things are the test's own: the image is that of this working tree, and the hub is a server of the tests, because the
 machine that runs them reaches no hub. The jobs get its address as HF_ENDPOINT, as docs/models-and-data.md says for
@@ -76,7 +76,7 @@ def _environment(site: Site, folder: Path) -> dict[str, str]:
     environment = os.environ | {"KUBECONFIG": str(config), "PATH": os.pathsep.join(programs)}
     namespace = ("config", "set-context", "--current", f"--namespace={site.namespace}")
     subprocess.run(["kubectl", *namespace], env=environment, check=True, timeout=60)
-    # It stands in the page's first block; a user names an image of his own there, too.
+    # The page's first block uses it; users put the name of their image there.
     return environment | {"IMAGE_OF_THE_TEST": site.trainer_image}
 
 

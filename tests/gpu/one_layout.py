@@ -23,7 +23,7 @@ def in_layout(
     *,
     limit_s: float = 120,
 ) -> dict[str, Any]:
-    """Return what the work returns; if it fails, {"error": the traceback}, because other layouts are to be seen too.
+    """Return what the work returns; if it fails, {"error": the traceback}, because other layouts are tested too.
 
     Args:
         port: where rank 0's store listens on this machine.
@@ -32,7 +32,7 @@ def in_layout(
     parallel = init_process_group(device, rank, dims, connect("127.0.0.1", port, limit_s), limit_s)
     try:
         found = work(parallel)
-    except Exception:  # noqa: BLE001 - see above; whoever reads the result reports it
+    except Exception:  # noqa: BLE001 - see above; the reader of the result reports it
         found = {"error": traceback.format_exc()}
     parallel.destroy()
     gc.collect()

@@ -1,4 +1,4 @@
-"""The chunked log-probs on a GPU, where kernels of their own go over the logits: against the formula in float64."""
+"""The chunked log-probs on a GPU, which has separate kernels for the logits, against the formula in float64."""
 
 from __future__ import annotations
 

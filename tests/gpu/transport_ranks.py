@@ -1,4 +1,4 @@
-"""One rank of two, on a GPU of its own: connects and writes over what. `test_transports_on_cuda` starts it."""
+"""One rank of two, each with its GPU: connects and writes the transport. `test_transports_on_cuda` starts it."""
 
 from __future__ import annotations
 

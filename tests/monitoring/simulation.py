@@ -248,7 +248,7 @@ def _of_ray(job: Job, labels: Mapping[str, str], step: int, now: float) -> Itera
 
 
 def _samples(registry: CollectorRegistry, target: Mapping[str, str], now: float) -> Iterator[Sample]:
-    """Yield a registry's samples with the labels of the target, which give way to labels of their own."""
+    """Yield a registry's samples with the labels of the target; a sample's labels have precedence."""
     for family in registry.collect():
         for sample in family.samples:
             if not sample.name.endswith("_created"):

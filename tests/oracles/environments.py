@@ -1,4 +1,4 @@
-"""A peer's published functions, called in an environment of its own: its pins clash with ours.
+"""Another project's published functions, called in a separate environment, because its pins conflict with ours.
 
 Called by the tests of this folder. An oracle is two files here: `<name>-requirements.txt`, pinned and complete, and
 `<name>_oracle.py`, which reads inputs from one file and writes answers to another.

@@ -1,7 +1,7 @@
 """TRL's published functions on the inputs of a file. Arguments: INPUTS ANSWERS (npz). Imports nothing of ours.
 
-TRL 0.11 is the last version whose PPO is made of methods that take tensors; they read nothing of the trainer but its
-configuration and its KL controller, so a namespace stands in for the trainer.
+TRL 0.11 is the last version whose PPO consists of methods that take tensors. They read only the trainer's
+configuration and its KL controller, so a namespace replaces the trainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every launch script of a checkout of verl, converted: a row of a table, beside verl's own configuration of it.
 
-`VERL_CHECKOUT=FOLDER python -m tests.oracles.verl_examples` writes the table anew. None of verl's scripts is in this
+`VERL_CHECKOUT=FOLDER python -m tests.oracles.verl_examples` writes the table again. None of verl's scripts is in this
 tree; the table is in `verl_tables/`, one file for a version.
 """
 

@@ -129,7 +129,7 @@ def down(layout: Layout, stages: Stages, *, purge: bool = False) -> None:
 
 
 def clear_away(layout: Layout, processes: Processes) -> list[str]:
-    """End the cluster's processes and remove what stands in the way of a new one; return what was found.
+    """End the cluster's processes and remove what would block a new cluster; return what was found.
 
     Raises:
         ClusterError: something cannot be removed.

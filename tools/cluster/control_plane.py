@@ -129,7 +129,7 @@ def _start_api_server(layout: Layout, processes: Processes) -> None:
             f"--tls-cert-file={certificates}/apiserver.crt",
             f"--tls-private-key-file={certificates}/apiserver.key",
             f"--client-ca-file={certificates}/ca.crt",
-            # Nobody stands in front of this server, but its clients look for the setting every few seconds.
+            # No proxy is in front of this server, but its clients look for the setting every few seconds.
             f"--requestheader-client-ca-file={certificates}/ca.crt",
             "--requestheader-allowed-names=front-proxy-client",
             "--requestheader-username-headers=X-Remote-User",

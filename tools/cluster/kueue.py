@@ -114,7 +114,7 @@ def _with_image(manifest: dict[str, Any], image: str) -> dict[str, Any]:
 
 
 def _unanswered(layout: Layout) -> str:
-    """Return what is missing until Kueue's webhook answers; empty: it answers."""
+    """Return the unmet condition while Kueue's webhook does not answer; empty: it answers."""
     flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "webhook-check"}}
     is_taken = kubectl_succeeds(
         layout, "create", "--dry-run=server", "--filename=-", stdin=yaml.safe_dump(flavor), limit=20

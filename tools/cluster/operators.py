@@ -1,7 +1,8 @@
-"""Pauses operators of ours that watch all namespaces, such as the demo's, while tests run one of their own.
+"""Pauses our operators that watch all namespaces, such as the demo's, while tests run a separate one.
 
-A job is run by the operator that sees it first, and that must be the test's. Jobs of a paused operator go on: a trainer
-does without one for a while. Tests in several processes may pause them at the same time: the last one scales them back.
+A job is run by the operator that sees it first, and that must be the test's. Jobs of a paused operator continue: a
+trainer works without one for a while. Tests in several processes may pause operators at the same time: the last one
+scales them back.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def claim(layout: Layout) -> None:
     layout.claims.mkdir(parents=True, exist_ok=True)
     if DEVICE_CHECKPOINT.is_file():
         shutil.move(DEVICE_CHECKPOINT, layout.claims / _KEPT_CHECKPOINT)
-    # A reboot removes all chains, so what is there after the next one is not covered.
+    # A reboot removes all chains, so the record is valid for this boot only.
     (layout.claims / _CHAINS).write_text("" if has_kubernetes_chains() else boot_id())
 
 

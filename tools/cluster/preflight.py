@@ -2,8 +2,8 @@
 
 Called first by `up` and `down`. Two kubelets on one machine end each other's pods, and two kube-proxies rewrite each
 other's rules. A process belongs to another Kubernetes unless this cluster has a record of it. A Kubernetes in a
-container (kind, k3d, minikube) has a network and control groups of its own and is not in the way; neither is a
-containerd without pods, such as Docker's.
+container (kind, k3d, minikube) has a separate network and separate control groups, so it does not conflict; nor does
+a containerd without pods, such as Docker's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs on this machine, whoever started it, read from /proc. It only reads.
+"""All processes of this machine, ours or not, read from /proc. It only reads.
 
 Called by `preflight`, `leftovers` and the test suite.
 A process that ends while it is read, or that may not be read, is left out.
@@ -59,7 +59,7 @@ def read(pid: int) -> Running | None:
 
 
 def shares_network(pid: int) -> bool:
-    """True if the process is in this process's network namespace: one in a container of its own is not."""
+    """True if the process is in this process's network namespace: one in another container is not."""
     with contextlib.suppress(OSError):
         return os.readlink(PROC / str(pid) / "ns/net") == os.readlink(PROC / "self/ns/net")
     return False

@@ -1,4 +1,4 @@
-"""The cluster's long-lived processes: started in sessions of their own, found again and ended by id.
+"""The cluster's long-lived processes: started in separate sessions, found again and ended by id.
 
 A process id is reused by the kernel, so a record also holds the process's start time and the boot it belongs to: a
 stale record can never end somebody else's process. Called by the modules that start something, and by `down`.

@@ -15,10 +15,10 @@ STORAGE_CLASS = "ppojob-folder"
 
 
 def ensure_claim(layout: Layout, *, namespace: str, name: str = "ppojob-data", size: str = "50Gi") -> Path:
-    """Make the claim `name` in the namespace, bound to a folder of its own; return that folder on the host."""
+    """Make the claim `name` in the namespace, bound to a separate folder; return that folder on the host."""
     folder = layout.storage / namespace / name
     folder.mkdir(parents=True, exist_ok=True)
-    # The pods run as users of their own, and a hostPath volume knows no fsGroup.
+    # The pods run as other users, and fsGroup has no effect on a hostPath volume.
     folder.chmod(0o777)
     volume = f"{namespace}-{name}"
     access = {"accessModes": ["ReadWriteMany"], "storageClassName": STORAGE_CLASS}

@@ -33,7 +33,7 @@ def missing(packages: Mapping[str, str] = PACKAGES) -> list[str]:
 
 
 def ensure(packages: Mapping[str, str] = PACKAGES) -> list[str]:
-    """Install what is missing and return its names; the package lists are only fetched when the first try fails.
+    """Install missing packages and return their names. The package lists are fetched only if the first try fails.
 
     packages: as `PACKAGES`, by default those that every cluster needs.
 

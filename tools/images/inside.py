@@ -2,7 +2,7 @@
 
 `python - operator|trainer|trainer-cuda < inside.py`. Standard library only. It names everything that is missing, not
 only the first, and exits with 1 then. No GPU is needed: where the node's driver is missing, a library without a device
-stands in for it, and vLLM takes its CUDA platform with a Hopper GPU, because it would import nothing of it otherwise.
+replaces it, and vLLM takes its CUDA platform with a Hopper GPU, because it would import nothing of it otherwise.
 """
 
 from __future__ import annotations

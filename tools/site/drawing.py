@@ -61,7 +61,7 @@ class Drawing:
         )
 
     def svg(self) -> str:
-        """Return the picture; it has a background of its own, so that it can be read in the dark scheme too."""
+        """Return the picture. It has a background, so that it can be read in the dark scheme too."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" '
             f'width="{self.width}" height="{self.height}" font-family="{escape(_FONT)}">'

@@ -9,6 +9,6 @@ from tools.cluster.layout import Layout
 from tools.suite.parts import run
 
 if __name__ == "__main__":
-    # Whoever ends this process wants its parts to end as well.
+    # If this process is ended, its parts must end as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(Layout.from_environment()))

@@ -7,8 +7,8 @@ The lanes share two cores: the tests of the first one compute, those of the seco
 jobs on Ray (trainer) and on the cluster (e2e) each take up to 16 GiB of memory, so one waits for the other; trainer
 comes early, while the cluster's lane is still at integration.
 
-A part writes to a log of its own, which is printed when the part ends. A part that fails does not stop the next one, so
-that one run shows everything; a cluster or an image that cannot be made ends the run at once, because the rest of its
+Each part writes to a separate log, which is printed when the part ends. If a part fails, the next one runs, so that
+one run shows everything. A cluster or an image that cannot be made ends the run at once, because the rest of its
 lane could not pass. A cluster that ran before stays; one that this started is taken down.
 """
 

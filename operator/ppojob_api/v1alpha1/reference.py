@@ -1,6 +1,6 @@
 """The field reference: a section for each part of spec and status with a table row for each field.
 
-Made of the structural schema. `generate` calls it.
+Built from the structural schema. `generate` calls it.
 """
 
 from collections.abc import Iterator

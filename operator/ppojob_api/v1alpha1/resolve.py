@@ -80,7 +80,7 @@ class JobFile(ApiModel):
 
     @property
     def resume(self) -> ResumePolicy:
-        """Whether an attempt resumes from what is in the run's folder. In a folder of its own it always does."""
+        """Whether an attempt resumes from what is in the run's folder. With its own folder, a job always does."""
         return ResumePolicy.AUTO if self._has_own_folder else self.spec.checkpoint.resume
 
     @property
@@ -144,7 +144,7 @@ def _place(detail: ErrorDetails) -> str:
 
 
 def job_root(mount_path: str, namespace: str, name: str, uid: str, resume: ResumePolicy) -> str:
-    """Return the job's folder in the storage: that of its name, and below it one of its own with resume Never."""
+    """Return the job's folder in the storage: the folder of its name; with resume Never, a folder of its UID in it."""
     root = PurePosixPath(mount_path) / constants.JOBS_FOLDER / namespace / name
     return str(root / _own_folder(uid) if resume is ResumePolicy.NEVER else root)
 

@@ -204,7 +204,7 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
 
 
 def _rerun(a: Assessment, event: Event) -> Plan:
-    """Return the plan that lets a job run again that has ended. What is left of its end is deleted first."""
+    """Return the plan that runs an ended job again. The RayClusters of its last run are deleted first."""
     again = retry.rerun(a.job, a.judgement, a.now)
     plan = _with_conditions(a, again.findings, again.update)
     clusters = tuple(cluster.name for cluster in a.observed.clusters if not cluster.is_deleting)

@@ -86,9 +86,9 @@ def _on_the_way(situation: Situation, job: FetchJob | None) -> Fetch:
 
 
 def _waits_for_kueue(situation: Situation, job: FetchJob | None) -> str:
-    """Return what a Job waits for that Kueue has suspended; empty: it has not.
+    """Return what the Job waits for if Kueue has suspended it; empty: it is not suspended.
 
-    Kueue does so in a namespace with a default queue, and where it manages Jobs without a queue.
+    Kueue suspends it in a namespace with a default queue, and where it manages Jobs without a queue.
     """
     if job is None or not job.is_suspended:
         return ""

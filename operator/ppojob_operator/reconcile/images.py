@@ -34,7 +34,7 @@ def refusal(situation: Situation) -> str:
 
 
 def next_refusal(situation: Situation) -> datetime | None:
-    """Return when the first image that a registry refuses is given up; None: none is refused."""
+    """Return when the first refusal of an image by a registry becomes final; None: no image is refused."""
     return min((moment for moment in map(_final_at, situation.pods) if moment is not None), default=None)
 
 

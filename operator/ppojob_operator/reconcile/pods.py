@@ -209,7 +209,7 @@ def is_held(situation: Situation) -> bool:
 
 
 def lost(situation: Situation) -> Finding | None:
-    """Return condition PoolsReady of an attempt that has lost pods; None: it has not, or was not submitted."""
+    """Return condition PoolsReady of an attempt that has lost pods; None: it has lost none, or was not submitted."""
     if situation.submitted_at is None:
         return None
     lost = "" if situation.ray_job is None else _lost_workers(situation, situation.ray_job)

@@ -81,7 +81,7 @@ class Situation:
 
     @property
     def start_time(self) -> datetime:
-        """When the job started, or resumed after a suspension or a queue; now, if it has not."""
+        """When the job started, or resumed after a suspension or a queue; now, if it has not started."""
         return parse_time(self.status.start_time) if self._was_active else self.now
 
     @property

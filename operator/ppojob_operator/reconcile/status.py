@@ -51,7 +51,7 @@ _NORMAL_CONDITIONS = {
     (Condition.SUSPENDED, "True"),
 }
 _SAID_BY_ANOTHER = {(Condition.TEMPLATE_RESOLVED, "False")}
-"""Without an Event of its own: condition Accepted has the same reason."""
+"""No Event is written for these, because condition Accepted has the same reason."""
 _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {

@@ -1,10 +1,10 @@
-"""Checks who sends a report: the token must be for this job, of its own account, and of a live pod of its attempt.
+"""Checks who sends a report. The token must be for this job, of its service account, and of a live pod of its attempt.
 
 `intake.py` calls it. Tokens are kept as hashes only and are never logged. The API server's answer on a token is
 remembered for a short time, so that a thousand jobs do not ask it a hundred times a second; the pod is read each time.
 
-A bad token costs as little as possible: what its own claims rule out is never reviewed, refused tokens are remembered
-apart from good ones, and a source gets few reviews of tokens that turn out to be bad.
+A bad token costs as little as possible. A token that its claims rule out is never reviewed. Refused tokens are
+remembered apart from good ones. A source gets few reviews of tokens that turn out to be bad.
 """
 
 import asyncio

@@ -94,7 +94,7 @@ def check(certificates: Certificates, now: datetime) -> None:
 
 def _make_authority(now: datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
-    # Each authority has a name of its own, so that clients with two in their bundle find the right one.
+    # Each authority has a different name, so that clients with two in their bundle find the right one.
     subject = _subject(f"ppojob operator authority {now:%Y-%m-%d}")
     usage = x509.KeyUsage(
         digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,

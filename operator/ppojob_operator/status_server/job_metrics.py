@@ -1,7 +1,7 @@
 """The metrics of single jobs, computed at each scrape from what the loop knows, so that none can drift.
 
-`metrics.py` registers it. Jobs bring labels that users choose, so the number of series has limits: a finished job is
-shown for a day, and at most `MAX_JOBS` jobs have series of their own, those that have not finished first.
+`metrics.py` registers it. Users choose the labels of jobs, so the number of series is limited: a finished job is
+shown for a day, and at most `MAX_JOBS` jobs have series, unfinished jobs first.
 """
 
 import time
@@ -14,7 +14,7 @@ from ppojob_operator.plan import JobKey
 from ppojob_operator.reconcile import JobState
 
 MAX_JOBS = 1000
-"""Jobs with series of their own: some 15 series each."""
+"""Maximum number of jobs that have series. Each job has about 15."""
 SHOWN_AFTER_END_S = 86_400.0
 """How long a finished job is shown: long enough for alerts and for the person who reads them."""
 

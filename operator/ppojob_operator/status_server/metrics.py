@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics, on a registry of their own.
+"""The operator's Prometheus metrics, in a separate registry.
 
 `main.py` makes one and hands small parts of it to the loop; the probes' server shows it at /metrics. The only labels
 with names that users choose are those of `job_metrics.py`, which limits their number.

@@ -168,7 +168,7 @@ class StatusServer:
 
     @asynccontextmanager
     async def _loops(self) -> AsyncIterator[list[asyncio.Task[None]]]:
-        """Run the writer and the renewal of certificates; write what is left at the end."""
+        """Run the writer and the renewal of certificates; write the remaining reports at the end."""
         seconds = self._settings.certificate_check_seconds
         tasks = [
             asyncio.create_task(self._writer.run(), name="status writer"),

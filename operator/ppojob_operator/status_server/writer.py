@@ -6,8 +6,8 @@ With more jobs the interval is longer, because each write costs the API server t
                             ▲                                            │
                             └──────── not written: due again ────────────┘
 
-The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report stays
-kept until it is written, so a cancelled or failed write loses nothing; `flush` writes what is left at the end.
+The dispatcher waits for the next report that is due or for a new one; the workers wait for the queue. A report is
+kept until it is written, so a cancelled or failed write loses nothing; `flush` writes the remaining ones at the end.
 
 Each replica of the operator has its own writer, and the reports of one job arrive at any of them. So what is written
 is computed at the write, from the current object: a report that was kept here never overwrites a newer one that

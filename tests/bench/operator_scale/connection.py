@@ -55,7 +55,7 @@ class Connection:
     async def watch(self, path: str, heard: Heard) -> None:
         """Report all objects of a collection and every change, until cancelled."""
         while True:
-            # A server that ends the watch, or compacted what it would go on from: it begins anew with all objects.
+            # If the server ends the watch or has compacted its version, the watch restarts with all objects.
             try:
                 await self._watch_once(path, heard)
             except (aiohttp.ClientError, TimeoutError):
@@ -79,7 +79,7 @@ class Connection:
 
 def samples(text: str, family: str) -> list[Sample]:
     """Return the samples of a family in Prometheus' text format."""
-    # Of the megabytes that an API server tells only a few lines are wanted.
+    # An API server answers with megabytes, of which only a few lines are needed.
     lines = [line for line in text.splitlines() if line.startswith(family)]
     parsed = text_string_to_metric_families("\n".join([*lines, ""]))
     return [sample for metric in parsed for sample in metric.samples if sample.name == family]

@@ -21,7 +21,7 @@ from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from tools.cluster.addresses import FAKE_POD_CIDR
 
 LOCK = Path(tempfile.gettempdir()) / "ppojob-fake-dashboards.lock"
-"""Whoever holds it has the machine's one rule for the fake heads' addresses."""
+"""Its holder has the machine's only rule for the fake heads' addresses."""
 
 
 class Dashboards:

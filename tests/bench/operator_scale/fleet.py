@@ -1,9 +1,9 @@
-"""Many PPOJobs on nodes that exist only in the API server, and when what happened to each of them.
+"""Many PPOJobs on nodes that exist only in the API server, and the times of each job's events.
 
     create --> API server --watches--> Times: created, applied (RayCluster), pods, ready (KubeRay), running, reported
 
-Every time is this process' own, taken when a watch tells of the change: clocks of others and their whole seconds play
-no part. The bench calls it.
+Every time is of this process's clock, taken when a watch reports the change: other clocks and their whole seconds are
+not used. The bench calls it.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ _HOP_BY_HOP = {"connection", "host", "transfer-encoding", "content-length", "con
 
 
 class HidingProxy:
-    """The proxy, in a thread of its own."""
+    """The proxy, in a separate thread."""
 
     def __init__(self, server: str, ca_pem: str, hidden: str = "") -> None:
-        """`hidden` is the API group that is not there while `is_hiding`."""
+        """`hidden` is the API group that is absent while `is_hiding`."""
         self._server = server
         self._hidden = hidden
         self._answering: set[asyncio.Task[object]] = set()

@@ -1,6 +1,6 @@
-"""Whole jobs notify a receiver: each event once, and those too that it could not take before the operator restarted.
+"""Whole jobs notify a receiver of each event once, also of those that it could not take before the operator restarted.
 
-The pods are on nodes that exist only in the API server, and the bench's server stands in for Ray's dashboard. Operator,
+The pods are on nodes that exist only in the API server, and the bench's server replaces Ray's dashboard. Operator,
 API server and receiver are real.
 """
 

@@ -1,6 +1,6 @@
-"""A job that a rule has failed runs again by an annotation, on other nodes than the one that was lost.
+"""A job that failed by a rule runs again by an annotation, on other nodes than the lost one.
 
-The pods are on nodes that exist only in the API server, and the bench's server stands in for Ray's dashboard.
+The pods are on nodes that exist only in the API server, and the bench's server replaces Ray's dashboard.
 """
 
 import json

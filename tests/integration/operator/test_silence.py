@@ -1,6 +1,6 @@
-"""A trainer whose reports do not arrive: the job says so and goes on, and the next report catches up.
+"""A trainer whose reports do not arrive: the job's status says so, the job continues, and the next report catches up.
 
-The pods are on nodes that exist only in the API server, and the bench's server stands in for Ray's dashboard.
+The pods are on nodes that exist only in the API server, and the bench's server replaces Ray's dashboard.
 """
 
 from collections.abc import Iterator

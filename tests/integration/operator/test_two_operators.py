@@ -98,7 +98,7 @@ def clusters_of(kubectl: Any, name: str) -> list[str]:
 def test_the_second_leaves_a_job_of_the_first_alone_and_says_so_once(
     kubectl: Any, jobs: Any, pair: Pair, rights: Rights
 ) -> None:
-    # One whose status is at rest: whatever is written, is written by an operator.
+    # The job's status is idle: every write of it is by an operator.
     name = started_by_the_first(kubectl, jobs, pair, rights, storage={"claimName": "missing"})
     jobs.wait_for(name, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)
     jobs.wait_until(lambda: pair.second.metric("ppojob_jobs_left_alone") == 1)

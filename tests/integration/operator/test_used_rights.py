@@ -73,7 +73,7 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
         jobs.wait_until(lambda used=used: used in proxy.used)
 
     allowed = rights_of(render_chart(kubectl.namespace))
-    # Whoever is known may ask what is served: those paths name no resource.
+    # Every authenticated client may read the discovery paths, which name no resource.
     asked = {right for right in proxy.used if not right.resource.startswith("/")}
 
     assert asked - allowed == set()

@@ -79,7 +79,7 @@ async def test_a_job_cannot_report_for_another(serve: Any, make_trainer: Any) ->
     async with serve() as running:
         assert (await running.post(other, mine.token()))[0] == 401
         assert (await running.post(other, mine.token(), uid=mine.job["metadata"]["uid"]))[0] == 401
-        # A token for the other job's audience is still bound to a pod of its own job.
+        # A token for the other job's audience is still bound to a pod of this job.
         status, answer = await running.post(other, mine.token(audience=other.audience))
         assert (status, answer["reason"]) == (403, "Forbidden")
         assert f"only pods of {other.name} report for it" in answer["message"]

@@ -118,7 +118,7 @@ def log_probs(model: Any, tokens: Sequence[int], cache: Any = None) -> tuple[lis
 
 
 def expected(scene: Scene, generation: Any) -> dict[str, list[float]]:
-    """Return what the log-probs of a response should be, by how the new weights go on from the old ones."""
+    """Return the expected log-probs of a response, by how the new weights continue after the old ones."""
     prompt, tokens = PROMPTS[0], generation.token_ids
     num_old = generation.versions.count(generation.versions[0])
     whole, last = [*prompt, *tokens], len(prompt) + num_old

@@ -8,7 +8,7 @@ CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message[
 
 
 def write_reward_model(folder: Path) -> Path:
-    """Write the folder: a Llama with one label that reads characters, in an order of their own."""
+    """Write the folder: a Llama with one label that reads characters, in another order."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast

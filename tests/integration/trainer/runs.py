@@ -1,7 +1,7 @@
 """Whole runs of a tiny model on this machine's own Ray: the job, how a run is started and ended, what it left.
 
 Shared by the tests of this folder. A run in this process is `run_job(job_of(...))`; `started` is `ppojob run`, a
-process of its own that can be killed.
+separate process that can be killed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def reward_of_letters(seconds: float = 0.0) -> dict[str, Any]:
 
 
 def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
-    """Return a spec of three steps in two pools, with these sections in place of its own."""
+    """Return a spec of three steps in two pools, with these sections in place of the usual ones."""
     return {
         "image": "i",
         "device": "CPU",

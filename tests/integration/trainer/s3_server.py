@@ -1,6 +1,6 @@
-"""A real S3 server on this machine: moto, in an environment of its own. It keeps its buckets in memory.
+"""A real S3 server on this machine: moto, in a separate environment. It keeps its buckets in memory.
 
-It speaks S3's protocol, conditional writes and multipart uploads included, and looks at no signature.
+It speaks S3's protocol, with conditional writes and multipart uploads, and checks no signatures.
 """
 
 from __future__ import annotations

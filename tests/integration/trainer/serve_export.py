@@ -1,6 +1,6 @@
 """Exports a tiny model as a job does, and asks transformers and vLLM to answer a chat; prints what was seen as JSON.
 
-`python -m tests.integration.trainer.serve_export FOLDER`. A process of its own, because vLLM reads its environment when
+`python -m tests.integration.trainer.serve_export FOLDER`. A separate process, because vLLM reads its environment when
 it is imported. See test_served_export.py.
 """
 

@@ -1,6 +1,6 @@
 """OneStepOff with the real engines on Ray: it learns, and a killed run ends with the numbers of an undisturbed one.
 
-The rollout has a pool of its own and generates step N + 1 with the weights after step N - 1, while step N is trained.
+The rollout has a separate pool and generates step N + 1 with the weights after step N - 1, while step N is trained.
 """
 
 from __future__ import annotations

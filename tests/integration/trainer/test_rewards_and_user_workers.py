@@ -37,7 +37,7 @@ PENALTY = {"target_tokens": 4, "per_token": 0.05}
 
 
 def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
-    """The tiny job with a reward of both kinds, the model on two ranks of its own pool, and three user's processes."""
+    """The tiny job with a reward of both kinds, the model on two ranks of a pool, and three user processes."""
     raw = spec_of(model)
     return {
         **raw,

@@ -26,7 +26,7 @@ section:
 
 @pytest.fixture(scope="module")
 def readme() -> dict[str, Any]:
-    """What the generator is made of."""
+    """The generator's functions."""
     return runpy.run_path(str(PROJECT / "charts" / "readme.py"))
 
 

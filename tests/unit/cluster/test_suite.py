@@ -118,7 +118,7 @@ def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, capsys: p
 
 
 def leave_running(project: Path, name: str) -> None:
-    # A session of its own, as Ray's daemons have: ending the part's process group would miss it.
+    # A separate session, as Ray's daemons have: ending the part's process group would miss it.
     replace_target(
         project, name, "@setsid --fork sh -c 'echo $$$$ > pid; exec sleep 61'; while [ ! -s pid ]; do :; done"
     )

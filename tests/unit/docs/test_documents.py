@@ -50,7 +50,7 @@ class Command:
 
     words: tuple[str, ...]
     is_whole: bool
-    """It stands in a block, with all that it needs."""
+    """It is in a block, with all that it needs."""
 
 
 def split(line: str, *, is_whole: bool) -> Iterator[Command]:

@@ -1,4 +1,4 @@
-"""What runs inside an image finds each module, and names what is missing."""
+"""The check inside an image finds each module and names the missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object that the operator has not made is never taken over."""
+"""An object that the operator did not create is never taken over."""
 
 from copy import deepcopy
 from typing import Any

@@ -16,7 +16,7 @@ _IS_DEFAULT = "storageclass.kubernetes.io/is-default-class"
 
 
 def check(target: Target) -> str:
-    """Return what is there, in a few words.
+    """Return a short description of the cluster.
 
     Raises:
         ClusterError: something is missing; the message says what to do.

@@ -1,6 +1,6 @@
-"""The root file systems that our images stand on, made from Debian packages by mmdebstrap. Called by `recipes`.
+"""The root file systems of our images, made from Debian packages by mmdebstrap. Called by `recipes`.
 
-They stand in for the Python and CUDA bases of a production build; no image is pulled. A base is kept in buildah's
+They replace the Python and CUDA bases of a production build; no image is pulled. A base is kept in buildah's
 store, keyed by the distribution and the packages.
 """
 

@@ -69,7 +69,7 @@ def ensure(layout: Layout, recipe: Recipe) -> Image:
 def _build(layout: Layout, recipe: Recipe, context: Path, name: str, log: Path) -> bool:
     """Build the two stages one by one; True if the dependencies' stage was built too.
 
-    It is kept under a tag of its own: buildah's cache forgets a layer when an unrelated image is removed.
+    That stage is kept under a separate tag: buildah's cache forgets a layer when an unrelated image is removed.
     """
     dependencies = f"{recipe.dependencies_image}:{recipe.dependencies_tag(context)}"
     is_new = not buildah.has_image(layout, dependencies)

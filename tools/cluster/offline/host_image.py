@@ -1,6 +1,6 @@
 """Images that hold almost nothing: a root whose content is mounted from the machine by the container runtime.
 
-The mounts stand in the runtime's base specification, so that neither the chart nor a PPOJob says anything about them.
+The mounts are in the runtime's base specification, so that neither the chart nor a PPOJob says anything about them.
 Called by `start`, before containerd runs (the specification) and after (the images).
 """
 

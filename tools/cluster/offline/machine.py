@@ -1,7 +1,7 @@
-"""What the other parts know of the machine without a network: where the pack lies, which Python it has, what pods see.
+"""What the other parts know of the machine without a network: where the pack is, which Python it has, what pods see.
 
-Pods run from an image without content of its own: the machine's folders are mounted into it at their own paths, so that
-a torch with CUDA of many gigabytes need not travel. Everything here is read from the arguments and this process.
+Pods run from an image without content: the machine's folders are mounted into it at the same paths, so that many
+gigabytes of torch and CUDA need not be copied. Everything here is read from the arguments and this process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts the cluster from a pack: as `tools.cluster.cluster` does, without what needs iptables, a registry or a build.
 
-Two programs of our own stand in for what is missing: `service_proxy` for kube-proxy, and `device_plugin` for NVIDIA's,
-which would need its container runtime. Called by the commands here.
+Two of our programs replace others: `service_proxy` replaces kube-proxy, and `device_plugin` replaces NVIDIA's, which
+would need its container runtime. Called by the commands here.
 """
 
 from __future__ import annotations

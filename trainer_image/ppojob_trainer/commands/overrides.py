@@ -92,7 +92,7 @@ def _set(root: dict[str, Any], parts: list[str | int], value: object) -> None:
 
 
 def _find(node: object, schema: Schema, part: str | int, where: str) -> tuple[Any, Schema]:
-    """Return the key of `part` in `node`, and the schema of what is there."""
+    """Return the key of `part` in `node`, and the schema of its value."""
     if isinstance(node, list):
         return _find_item(node, part, where), schema.get("items", _ANYTHING)
     if not isinstance(node, dict):

@@ -176,7 +176,7 @@ class BatchFiller(Generic[B]):
         await self._generation.run(work)
 
     async def _follow(self, work: Writing[B]) -> None:
-        """Score what is finished, and request what is missing, until the batch is full or cannot be filled."""
+        """Score finished responses and request more prompts, until the batch is full or cannot be filled."""
         while not (self._candidates.is_full or self._candidates.is_exhausted):
             part = await self._parts.take_all()
             assert part is not None, "the parts have no end"

@@ -234,7 +234,7 @@ class TrainingLoop(Generic[B]):
     async def _export_each(self) -> None:
         """Export the step of a checkpoint, if the job exports all of them and no stop comes during the last upload."""
         if self._settings.exports_each:
-            # The step is done and saved: whoever waits for that need not know that its export was dropped.
+            # The step is done and saved, so its caller need not know that its export was dropped.
             with contextlib.suppress(StoppedError):
                 await self._export()
 

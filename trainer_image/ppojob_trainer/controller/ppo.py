@@ -1,4 +1,4 @@
-"""One step of PPO as a dataflow of awaits. In Overlapped, with critic, ref and reward in a pool of their own:
+"""One step of PPO as a dataflow of awaits. In Overlapped, with critic, ref and reward in a separate pool:
 
     time ────────────────────────────────────────────────────────────────────────────────▶
     actor pool    gen N ───────┬─ old_log_prob N ─┐       ┌─ update_actor N ─ update_weights ─ gen N+1 ──────┬─ ...

@@ -200,7 +200,7 @@ class SampleQueue(Generic[E]):
         return min(held, size)
 
     def _deal(self, groups: list[_Group]) -> list[_Group]:
-        """Deal each engine its share, the longest first to the engine with the fewest tokens; return what is left."""
+        """Deal each engine its share, the longest first to the engine with the fewest tokens; return the rest."""
         dealt = {engine: (0, 0.0) for engine in self._engines}
         left: list[_Group] = []
         for group in groups:

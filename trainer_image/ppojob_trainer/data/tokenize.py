@@ -67,7 +67,7 @@ class PromptTokenizer:
         """Return the chat messages of a record.
 
         Raises:
-            DataError: the prompt has a system message of its own and there is a system prompt too.
+            DataError: the prompt has a system message, and there is a system prompt too.
         """
         prompt = record.prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -78,7 +78,7 @@ def fetch(folder: RunFolder, source: Path, target: Path, on_progress: OnProgress
 
     Raises:
         NotThereError: the folder is not there, or has no model in it.
-        KubectlError: it cannot be read, or what arrived is not what is there.
+        KubectlError: it cannot be read, or the copy differs from it.
         ValueError: `target` is in use.
     """
     refuse_used(target)

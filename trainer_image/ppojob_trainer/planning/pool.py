@@ -16,8 +16,8 @@ __all__ = ["PoolPlan", "RolePlan"]
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role. need: its memory as the pool's sum takes it. peak: most bytes of its own phases on a GPU. Of a
-    pipeline, they are the most of any stage.
+    """One role. need: its memory as the pool's sum takes it. peak: the most bytes of the role's phases on a
+    GPU. With a pipeline, both are the maximum over its stages.
     """
 
     role: PlannedRole

@@ -78,7 +78,7 @@ class Passes:
 
 
 def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
-    """Return the roles with a model of their own, by name.
+    """Return the roles that have a separate model, by name.
 
     Raises:
         ShapeNotFoundError: see `configs`.

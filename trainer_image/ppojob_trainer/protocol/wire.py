@@ -2,7 +2,7 @@
 
 A pickled torch tensor is copied several times on its way through the store: 64 MiB on two busy cores took 0.13-0.7 s
 in and 0.05-0.2 s out, 0.015-0.07 s in and 0.01 s out in this form. A reader gets views of the store's memory, which is
-read-only, and `gather` copies the rows that it needs into memory of its own, once. Called by `worker_groups.table`.
+read-only, and `gather` copies the rows that it needs into new memory, once. Called by `worker_groups.table`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a reward model reads: prompt and response as token ids of its own vocabulary.
+"""The input of a reward model: prompt and response as token ids of its vocabulary.
 
 Called by the reward model's workers. The response comes as text, because the policy may have another vocabulary and
-chat template; the policy's special tokens are gone by then. Inputs that are too long lose their beginning: the end
-holds the response.
+chat template; the text has none of the policy's special tokens. Inputs that are too long are truncated on the left,
+because the response is at the end.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
 
 
 def load_runs(paths: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
-    """Return the runs whose metrics.jsonl (or folder with one) are given, each with its label, or a name of its own.
+    """Return the runs whose metrics.jsonl (or folder with one) are given, each with its label or a unique name.
 
     Raises:
         FileNotFoundError: a file does not exist.

@@ -3,7 +3,7 @@
 Each pool becomes one placement group with one bundle for each GPU (with device CPU: for each worker). The bundles
 request the pool's Ray resource, so they are placed on the pool's pods. Roles that share a pool share every bundle, on
 cuda by fractions of its GPU. Called by `main` at start. Ray waits forever, without a message, for a group that can
-never be placed; this module waits with a time limit and reports what is missing.
+never be placed; this module waits with a time limit and reports the missing resources.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     """Reserve the bundles of all pools that have a role, without those of elastic pools (`elastic_nodes`).
 
     Raises:
-        PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and what is missing.
+        PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and the missing resources.
     """
     pools = {pool.name: pool for _, pool in roles(spec)}
     pools |= {worker.pool: spec.pool(worker.pool) for worker in spec.workers}

@@ -1,4 +1,4 @@
-"""The configuration trusts the operator's certificates, whoever changes either."""
+"""The configuration trusts the operator's certificates, also after a change of either."""
 
 import asyncio
 import logging

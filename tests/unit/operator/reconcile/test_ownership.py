@@ -56,7 +56,7 @@ def outcome(adoption: ownership.Adoption) -> str:
         (THEIRS, None, SLOW, LEFT),
         (NEIGHBOUR, None, ALIVE, LEFT),
         (NEIGHBOUR, None, DEAD, TAKEN),
-        # The annotation decides, whoever is alive.
+        # The annotation decides, whichever operator is alive.
         (None, "ours", None, CLAIMED),
         (OURS, "ours", None, MINE),
         (THEIRS, "ours", ALIVE, TAKEN),

@@ -1,4 +1,4 @@
-"""Saves a checkpoint and dies before the first, second, third ... call that changes the disk; one process for each.
+"""Saves a checkpoint and exits before the first, second, third ... call that changes the disk; one process for each.
 
 `test_kills.py` runs it: `python kills.py FOLDER SCENARIO`. It forks, so it must not be imported into pytest's process.
 """

@@ -166,7 +166,7 @@ def test_after_a_kill_anywhere_a_whole_checkpoint_is_left(monkeypatch: pytest.Mo
         if is_over:
             break
 
-    # The order of the deaths is the order of the save: first what was there counts, from one moment on the newer.
+    # The exits are in the order of the save: first the older checkpoint counts, from one moment on the newer.
     before = 0 if scenario == "first" else 4
     assert steps == sorted(steps)
     assert {before, 8} == set(steps)
@@ -174,7 +174,7 @@ def test_after_a_kill_anywhere_a_whole_checkpoint_is_left(monkeypatch: pytest.Mo
 
 
 def _killed_at(monkeypatch: pytest.MonkeyPatch, count: int, scenario: str) -> tuple[BucketPlace, bool]:
-    """Save step 8 in a new bucket, and die before the given call that changes it; return whether it lived."""
+    """Save step 8 in a new bucket, and exit before the given call that changes it; return whether the save ended."""
     memory = MemoryStore()
     with monkeypatch.context() as patched:
         patched.setattr(bucket, "from_url", lambda address, **options: memory)

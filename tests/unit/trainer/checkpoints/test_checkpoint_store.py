@@ -327,7 +327,7 @@ def test_a_run_is_wound_back_to_its_own_older_checkpoint(broken: Place) -> None:
     assert found is not None
     assert found.step == 4
     save(broken, store, 6)
-    # The course that was given up is gone, and the next attempt does not go back again.
+    # The abandoned steps are deleted, and the next attempt does not go back again.
     assert steps_in(broken, broken.root) == [broken.name(4), broken.name(6, attempt=1)]
     later = claimed(broken.root, attempt=2).resume_point(AUTO, named)
     assert later is not None

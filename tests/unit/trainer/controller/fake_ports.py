@@ -1,4 +1,4 @@
-"""Ports without processes: every phase takes virtual time, and every number tells what it was computed from.
+"""Ports without processes: every phase takes virtual time, and every number shows its inputs.
 
 `fake_world` has the models and the time, `fake_engines` the rollout.
 """

@@ -67,7 +67,7 @@ class FakeExports:
 
 
 class FakeMonitor:
-    """Remembers what it is told; `stop_at` names the phase at whose start the run is asked to stop."""
+    """Records its calls; `stop_at` names the phase at whose start the run is asked to stop."""
 
     def __init__(self, settings: LiveSettings) -> None:
         self.settings = settings

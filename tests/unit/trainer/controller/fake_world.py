@@ -64,7 +64,7 @@ class FakeBatch:
 
     def join_rows(self, others: Sequence[FakeBatch], numbers: Sequence[int]) -> FakeBatch:
         assert sorted(numbers) == list(range(sum(map(len, (self, *others)))))
-        # The real table joins what its parts were made of by position.
+        # The real table joins the sources of its parts by position.
         assert all(list(other.columns) == list(self.columns) for other in others), [other.columns for other in others]
         rows = [row for batch in (self, *others) for row in batch.rows]
         return FakeBatch(len(numbers), self.columns, tuple(rows[numbers.index(n)] for n in range(len(rows))))

@@ -119,7 +119,7 @@ async def test_a_checkpoint_that_is_asked_for_is_written_once_and_nothing_is_sto
     def record(step: int, metrics: object) -> None:
         original(step, metrics)  # type: ignore[arg-type]
         if step == 1:
-            # It stands in each reply until the answer has gone round.
+            # Each reply contains it until the trainer has reported the answer.
             run.monitor.checkpoint_request = "first"
 
     run.monitor.record = record  # type: ignore[method-assign]

@@ -127,7 +127,7 @@ class Waits(Words):
 
 
 def run_until_killed(model: str, path: str, pids: str) -> None:
-    """Tokenize in two processes; called in a process of its own."""
+    """Tokenize in two processes; called in a separate process."""
     tokens._WORTH_PROCESSES = 0
     source = DataSource.model_validate({"files": {"paths": [path]}})
     tokenized(Preparation(source, model, functools.partial(Waits, pids), workers=2))

@@ -1,6 +1,6 @@
 """One of two ranks: measures the host's memory of saving, exporting and loading. Arguments: RANK PORT MODEL OUT.
 
-It writes OUT/rank-<n>.pt: the most that each call took beside what was there before, in bytes.
+It writes OUT/rank-<n>.pt: the most that each call took in addition to the memory before it, in bytes.
 """
 
 from __future__ import annotations

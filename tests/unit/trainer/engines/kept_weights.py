@@ -1,4 +1,4 @@
-"""A process of its own, because vLLM changes much where it is imported: prints what the worker extension does."""
+"""Prints what the worker extension does. A separate process, because an import of vLLM changes much."""
 
 import json
 import sys

@@ -76,7 +76,7 @@ def sums_of_layer(parallel: ParallelMesh, policy: FSDPEngine, batch: DataProto) 
 
 
 def resume(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
-    """Go on from the checkpoint of another layout, which is the folder's `saved`."""
+    """Resume from the checkpoint of another layout, the folder's `saved`."""
     policy = make_policy(parallel, model)
     policy.restore(folder / "saved")
     return {"second": policy.update(batch)}

@@ -1,4 +1,4 @@
-"""A process of its own, because vLLM changes much where it is imported: reloads weights into vLLM's own model.
+"""Reloads weights into vLLM's own model. A separate process, because an import of vLLM changes much.
 
 `python -m tests.unit.trainer.engines.reloaded_weights FOLDER ...`. A folder has a model in the form of the hub, which
 vLLM reads. Prints for each kind of push what the check said, as JSON.
@@ -47,7 +47,7 @@ def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
         "half of the experts": [(name, tensor) for name, tensor in sent if ".experts.down_proj" not in name],
         "no attention": [(name, tensor) for name, tensor in sent if "self_attn.o_proj" not in name],
         "all again": sent,
-        # Last, because some loaders raise an error of their own, and their model is incomplete then.
+        # Last, because some loaders raise another error, and their model is incomplete then.
         "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],
     }
 

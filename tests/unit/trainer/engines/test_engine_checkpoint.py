@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint goes on as if it had not stopped; the export is a HuggingFace folder."""
+"""A run that resumes from a checkpoint continues as if it had not stopped; the export is a HuggingFace folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers change nothing: the same log-probs, values, updates, weights, checkpoints and exports as one rank alone."""
+"""Divided models give the same log-probs, values, updates, weights, checkpoints and exports as one rank."""
 
 from __future__ import annotations
 

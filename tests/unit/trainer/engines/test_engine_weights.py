@@ -1,4 +1,4 @@
-"""Weights on their way from a sender to receivers, over real process groups (each end in a thread of its own)."""
+"""Weights on their way from a sender to receivers, over real process groups (each end in a separate thread)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is told on each device."""
+"""The options of vLLM on each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two ranks: goes on from a checkpoint of one rank, and saves while it trains. Arguments: RANK PORT MODEL OUT.
+"""One of two ranks: resumes from a checkpoint of one rank, and saves while it trains. Arguments: RANK PORT MODEL OUT.
 
 OUT/one holds the checkpoint. It writes OUT/background (saved before the last update) and OUT/rank-<n>.pt.
 """

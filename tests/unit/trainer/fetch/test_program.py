@@ -1,4 +1,4 @@
-"""The program: two at once, one that is killed, what it reports, and how it ends. Each is a process of its own."""
+"""The program: two at once, one that is killed, its reports, and its end. Each is a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kubectl ppo checkpoint`: what is asked, what counts as the answer, and what a job without a trainer is told."""
+"""`kubectl ppo checkpoint`: the request, its answer, and the message for a job without a trainer."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NEW = {"step": 32, "path": "/data/step-32", "time": "2026-01-31T12:10:00Z"}
 
 
 class Trainer:
-    """The job's answers, one at each look; `%` stands for the value that was asked."""
+    """The job's answers, one for each read; `%` stands for the requested value."""
 
     def __init__(self, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch, *looks: dict[str, Any]) -> None:
         self._cluster = cluster

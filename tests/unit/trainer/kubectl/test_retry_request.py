@@ -23,7 +23,7 @@ RETRIED = {
 
 
 class Operator:
-    """The job as it is found, one state at each look; `%` stands for the requested value."""
+    """The states of the job, one for each read; `%` stands for the requested value."""
 
     def __init__(self, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch, *looks: dict[str, Any]) -> None:
         self._cluster = cluster

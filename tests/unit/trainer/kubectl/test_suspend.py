@@ -1,4 +1,4 @@
-"""`kubectl ppo suspend` and `resume`: what is written, and what a cluster that does not know the field is told."""
+"""`kubectl ppo suspend` and `resume`: the write, and the message for a cluster that does not know the field."""
 
 from collections.abc import Callable
 

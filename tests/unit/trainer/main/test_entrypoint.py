@@ -154,7 +154,7 @@ def test_a_graceful_stop_is_named_interrupted(
     capfd: pytest.CaptureFixture[str],
     sends: signal.Signals | None,
 ) -> None:
-    """Ray takes an exit code of 0 for the end of all steps, whoever asked for the stop."""
+    """Ray takes an exit code of 0 for the end of all steps, also after a requested stop."""
     run_as(monkeypatch, Outcome(3, is_finished=False), sends)
 
     assert entrypoint.main(arguments) == 130

@@ -26,7 +26,7 @@ def test_the_layout_fits(name: str) -> None:
     assert all(host.fits for host in found.hosts)
     assert found.fits
     assert found.notes == []
-    # What has run and what has not is in the file.
+    # The file says whether it has run.
     assert "\n# Not run: planned by a test." in file.read_text(encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ def test_offloaded_moments_leave_while_another_role_computes(tmp_path: Path) -> 
     (pool,) = plan(tmp_path, model=offload).pools
     (actor, critic, ref) = pool.roles
     assert (actor.peak, critic.peak, ref.peak) == (70 * MB, 80 * MB, 9 * MB)
-    # Its log-probs leave 5 MB in the allocator; then its update takes the place of everything of its own.
+    # Its log-probs leave 5 MB in the allocator; then its update takes the place of all memory of the role.
     assert actor.need.idle == 15 * MB
     assert pool.memory.training == (70 + 80 + 9) * MB
 

@@ -1,4 +1,4 @@
-"""Reward functions that behave badly, for the tests of scoring; loaded by path in processes of their own."""
+"""Reward functions that behave badly, for the tests of scoring; loaded by path in separate processes."""
 
 import asyncio
 import os

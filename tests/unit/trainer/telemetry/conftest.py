@@ -1,4 +1,4 @@
-"""A real HTTPS endpoint that takes reports, with an authority of its own."""
+"""A real HTTPS endpoint that takes reports, with its own certificate authority."""
 
 import datetime
 import http.server

@@ -1,4 +1,4 @@
-"""The picture: drawn for short and long runs, with what is there, and the numbers behind it."""
+"""The picture: drawn for short and long runs, with the metrics that a run has, and its numbers."""
 
 import json
 import math

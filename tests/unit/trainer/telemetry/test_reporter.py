@@ -1,4 +1,4 @@
-"""Progress reaches the endpoint, and an endpoint that is away or says no never stops the training."""
+"""Progress reaches the endpoint; an endpoint that is unavailable or refuses reports never stops the training."""
 
 import json
 import logging

@@ -92,7 +92,7 @@ def test_each_mistake_is_named_before_anything_starts(path: Path, changes: dict[
 
 
 class FakeGroup:
-    """Answers a call as it is told to, and remembers what it was sent."""
+    """Answers a call with the given answer, and records its arguments."""
 
     role = "shaper"
 

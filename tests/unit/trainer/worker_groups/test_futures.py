@@ -1,4 +1,4 @@
-"""Which of several ranks' failures is told, and in which words. References are stood in for by coroutines."""
+"""Which of several ranks' failures is reported, and in which words. Coroutines replace Ray's references."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Whoever misses the rows of a process that is gone is not to blame: that process' own end is told."""
+"""If a call misses the rows of a process that has ended, the end of that process is reported."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def adapters(draft: Draft) -> None:
         draft.values[f"model.{role}.lora.rank"] = whole(rank)
         draft.values[f"model.{role}.lora.alpha"] = number(alpha)
         if role == "actor" and "model.ref.path" not in draft.values:
-            # The reference is the actor with its adapters off, and has nothing of its own to offload.
+            # The reference is the actor with its adapters off, so it has no parameters to offload.
             draft.take("actor_rollout_ref.ref.fsdp_config.param_offload")
         if layers != "all-linear":
             draft.values[f"model.{role}.lora.targetModules"] = layers if isinstance(layers, list) else [layers]

@@ -50,7 +50,7 @@ def steps(value: Any) -> int:
 
 
 def warmup(value: Any) -> int:
-    """Return a number of warm-up steps; verl's -1 leaves it to the ratio, which has a row of its own."""
+    """Return a number of warm-up steps; verl's -1 leaves it to the ratio, which another row converts."""
     return max(0, whole(value))
 
 

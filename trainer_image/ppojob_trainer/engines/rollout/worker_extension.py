@@ -134,8 +134,8 @@ def forget_expert_kernels(model: nn.Module) -> None:
 def pack_tied_heads(model: nn.Module) -> None:
     """Have vLLM pack the weights of the logits for the CPU again, if they are those of the embedding.
 
-    vLLM 0.32 packs a layer when its own weights have been reloaded. A tied head has none of its own, so it would go on
-    with its packed copy of the old embedding.
+    vLLM 0.32 packs a layer when its own weights have been reloaded. A tied head has no separate weights, so it
+    would continue to use its packed copy of the old embedding.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)

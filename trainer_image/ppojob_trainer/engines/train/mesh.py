@@ -19,7 +19,7 @@ FSDP shards over shard and sequence together, because sequence-parallel ranks ne
 the outermost axis, because stages send the least: hosts are between stages, not between ranks of a layer. Another axis
 is another field of `ParallelDims`, in its place among `AXES`.
 
-Expert is no axis of its own. It divides the ranks over which FSDP shards, for experts alone: consecutive ranks divide
+Expert is not a separate axis. It divides the ranks over which FSDP shards, for experts alone: consecutive ranks divide
 the experts of a layer, and FSDP shards the experts of a rank over those in the same place of the other groups.
 
 `init_process_group` is called by an engine's owner, once per process, before an engine is created. All waits have a

@@ -27,7 +27,7 @@ class ConsoleSink:
     """Prints one row per step, and the head of the table every twenty rows."""
 
     def __init__(self, eta: Eta, *, console: Console | None = None) -> None:
-        # A log file has no width of its own.
+        # A log file has no width.
         self._console = console or Console(width=WIDTH, highlight=False)
         self._eta = eta
         self._rows = 0

@@ -26,5 +26,5 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write the remaining values and close the file."""
         self._writer.close()

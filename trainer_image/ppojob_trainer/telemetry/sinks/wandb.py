@@ -31,7 +31,7 @@ class WandBSink:
         self._run.log({**metrics, _STEP: step})
 
     def close(self) -> None:
-        """Send what is left and finish the run."""
+        """Send the remaining values and finish the run."""
         if self._run is not None:
             self._run.finish()
 

@@ -130,7 +130,7 @@ class RolloutWorker:
         if self.spec.device is Device.CUDA:
             log_connections(self.context.log_file.with_suffix(""))
         if other_gpus:
-            # Ray makes only the GPU of its own bundle visible to a process. vLLM has not read the variable yet.
+            # Ray makes only the GPU of a process's bundle visible to it. vLLM has not read the variable yet.
             os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
         self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(waits_for_gpu=True), self._loop)
 
@@ -148,7 +148,7 @@ class RolloutWorker:
         """Begin to generate a response to each prompt; `collect` returns them under these numbers.
 
         Args:
-            generation: its number; with a new one, what is left of the generation before is dropped.
+            generation: its number; a new number drops the rest of the generation before.
         """
         if generation != self._drawn.number:
             self.abort()
@@ -222,7 +222,7 @@ class RolloutWorker:
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
-        """End what is left of an engine that was lost, so that it holds no memory. Collected responses stay."""
+        """End the remaining processes of a lost engine, so that they hold no memory. Collected responses stay."""
         self._wait(self._engine.shutdown())
 
     def _seeds(self, prompts: DataProto, step: int) -> list[int]:

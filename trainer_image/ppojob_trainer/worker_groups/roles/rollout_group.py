@@ -1,7 +1,7 @@
 """The engines of a pool as the controller calls them; see `rollout` for their processes.
 
-The controller decides which engine gets which rows (`controller.sample_queue`). This module passes them on, and tells
-an engine that was lost from every other failure:
+The controller decides which engine gets which rows (`controller.sample_queue`). This module passes them on, and
+distinguishes a lost engine from every other failure:
 
     lost process (its node, its pod, a signal)    what it reported was stored there and is lost, too
     lost vLLM (`EngineLostError`)                 the process stays, because it has the responses that it reported
@@ -240,7 +240,7 @@ class RolloutGroup:
             self.lose(rank, error)
 
     def lose(self, rank: int, failure: WorkerGroupError) -> None:
-        """Record that a replica has no engine any more, and end what is left of it."""
+        """Record that a replica has no engine any more, and end its remaining processes."""
         if rank in self.lost:
             # A generation and a push in flight have both found it.
             return

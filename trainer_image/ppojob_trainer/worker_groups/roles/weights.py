@@ -185,7 +185,7 @@ class WeightsGroup:
             try:
                 return await work()
             except WorkerGroupError as failure:
-                # Whoever is left has an open connection to the lost engine.
+                # The remaining ranks have an open connection to the lost engine.
                 self._connected = None
                 await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
                 if number == _MAX_TRIES or before == self._members():

@@ -1,6 +1,6 @@
-"""The first process in the sandbox: closes the file system where `bash_run` has not had bwrap do it, then runs bash.
+"""The first process in the sandbox. Where bwrap did not, it makes the file system read-only; then it runs bash.
 
-Started as a program of its own, with the standard library alone. It waits for every process that the script left in
+Started as a separate program, with only the standard library. It waits for every process that the script left in
 the background, because a launch with `&` is a launch too, and ends with bash's exit code.
 """
 

@@ -74,7 +74,7 @@ class Launch:
 
 
 def launches(calls: Sequence[Call]) -> list[Launch]:
-    """Return the launches among the calls, in order; what prepares data or merges models is none."""
+    """Return the launches among the calls, in order. Commands that prepare data or merge models are not launches."""
     return [found for call in calls if (found := launch_of(call.words, call.at)) is not None]
 
 

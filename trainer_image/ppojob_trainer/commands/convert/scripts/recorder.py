@@ -1,7 +1,7 @@
-"""Stands on PATH for every program that a script must not start: writes one line of JSON, prints nothing, succeeds.
+"""Replaces every program on PATH that a script must not start: writes one line of JSON, prints nothing, succeeds.
 
-Started as a program of its own, with the standard library alone: recorder.py FILE NAME ARGUMENTS... A question for
-Ascend's NPUs fails, because a PPOJob runs on CUDA: scripts ask by importing torch_npu, and go on by the exit code.
+Started as a separate program, with only the standard library: recorder.py FILE NAME ARGUMENTS... A question for
+Ascend's NPUs fails, because a PPOJob runs on CUDA: scripts ask by importing torch_npu, and use the exit code.
 """
 
 from __future__ import annotations

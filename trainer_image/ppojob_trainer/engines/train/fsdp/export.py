@@ -101,10 +101,10 @@ class _PlannedGroup:
         return cls(group.keys(), _of_checkpoint(language_model, group))
 
     def needed_for(self, names: Collection[str]) -> frozenset[str]:
-        """Return the parameters that some of the written tensors are made of."""
+        """Return the parameters from which the written tensors with these names are made."""
         if self.written.keys() == set(self.parameters):
             return frozenset(self.parameters).intersection(names)
-        # What is renamed, split or combined is not known by name.
+        # Parameters that are renamed, split or combined cannot be found by name.
         return frozenset() if self.written.keys().isdisjoint(names) else frozenset(self.parameters)
 
 

@@ -59,7 +59,7 @@ def plan_files(tensors: Mapping[str, Tensor], num_ranks: int, max_bytes: int) ->
 
     Args:
         tensors: names, shapes and dtypes of all tensors, in the order in which they are gathered; on the meta device.
-        max_bytes: of a file; a larger tensor has a file of its own.
+        max_bytes: of a file; a larger tensor gets a separate file.
     """
     split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_NAMES, max_shard_size=max_bytes)
     count = len(split.filename_to_tensors)

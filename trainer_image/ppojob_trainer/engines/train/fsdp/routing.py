@@ -32,7 +32,7 @@ from ppojob_trainer.protocol import Keys, ProtocolError
 __all__ = ["OBSERVER", "differing_metrics", "prepare_routers", "replay_experts", "routers"]
 
 DIFFERING: Final = "differing_choices"
-"""Name of a router's buffer: the number of its own choices that were not recorded, and of all that were compared."""
+"""Name of a router's buffer: the number of the router's choices that were not recorded, and of all compared choices."""
 OBSERVER: Final = "routing_observer"
 """Name of a router's attribute: a function that gets the probabilities [T, E] and the chosen experts [T, K] of each
 training pass; None: there is none."""

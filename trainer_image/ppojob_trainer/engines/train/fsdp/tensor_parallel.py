@@ -7,7 +7,7 @@
 Shoeybi et al. 2019, arXiv 1909.08053, section 3: two sums over the ranks in a layer's forward pass (of the outputs of o
 and down), and two in its backward pass (of the gradients of the inputs of attention and MLP). All parameters become
 DTensors of the peers' mesh, so that FSDP makes them DTensors of one mesh of two dimensions, and norms, checkpoints and
-gathered weights need no case of their own. But a module computes with its parts of them, as plain tensors: for each
+gathered weights need no special case. But a module computes with its parts of them, as plain tensors: for each
 operation on DTensors, torch's Python code takes longer than a GPU needs for most of them. Called while a model is
 built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families whose plan has more than
 these kinds; `divisions` says so before anything is loaded.
@@ -120,7 +120,7 @@ def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[
 
 
 class WithParts:
-    """A module as a function reads it, with parts of its parameters, and other attributes, in place of its own."""
+    """A view of a module for a function that reads it: `parts` replace its parameters and other attributes."""
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Any]) -> None:
         self._module, self._parts = module, parts
