@@ -261,7 +261,7 @@ def _answer(url: str, limit: float) -> Any:
         time.sleep(1)
 
 
-def test_the_cluster_is_released_and_the_events_tell_the_story(site: Site, done: Any) -> None:
+def test_the_cluster_is_released_and_the_events_say_what_happened(site: Site, done: Any) -> None:
     events = site.get("events", f"--field-selector=involvedObject.kind=PPOJob,involvedObject.name={NAME}")["items"]
 
     assert site.get("rayclusters")["items"] == []

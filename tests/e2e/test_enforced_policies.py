@@ -151,5 +151,5 @@ def test_the_jobs_own_pods_reach_each_other(story: Story) -> None:
     assert len(lost) < len(story.before["head"]) / 4, lost
 
 
-def test_the_job_goes_on_and_completes(story: Story) -> None:
+def test_the_job_continues_and_completes(story: Story) -> None:
     assert story.steps == 3

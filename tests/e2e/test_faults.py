@@ -286,7 +286,7 @@ def test_the_loss_has_its_reason_and_is_counted_once(recoveries: dict[str, Recov
 
 
 @pytest.mark.parametrize("words", [words for words, fault in FAULTS.items() if not fault.reasons])
-def test_the_attempt_goes_on(recoveries: dict[str, Recovery], words: str) -> None:
+def test_the_attempt_continues(recoveries: dict[str, Recovery], words: str) -> None:
     recovery = recoveries[words]
 
     assert recovery.after["attempt"] == recovery.before["attempt"]

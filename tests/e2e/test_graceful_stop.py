@@ -44,7 +44,7 @@ def story(site: Site) -> Iterator[list[Any]]:
     site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
 
 
-def test_a_checkpoint_that_was_asked_for_is_there_and_the_run_goes_on(story: list[Any]) -> None:
+def test_a_requested_checkpoint_is_saved_and_the_run_continues(story: list[Any]) -> None:
     asked, suspended, _, _ = story
 
     assert 1 <= asked["checkpoint"]["step"] <= suspended["checkpoint"]["step"]

@@ -151,7 +151,7 @@ def test_the_pods_stay_while_the_trainer_stops(story: Story) -> None:
     assert story.evicted["attempt"] == 0
 
 
-def test_whoever_preempts_waits_until_the_pods_are_gone(story: Story) -> None:
+def test_the_preempting_workload_waits_until_the_pods_are_deleted(story: Story) -> None:
     assert story.left == ()
 
 
@@ -161,7 +161,7 @@ def test_the_job_waits_in_its_queue_in_its_raycluster(story: Story) -> None:
     assert story.queued["rayCluster"]["name"] == story.resumed["rayCluster"]["name"] == story.cluster
 
 
-def test_it_goes_on_from_the_checkpoint_of_its_last_step(story: Story) -> None:
+def test_it_resumes_from_the_checkpoint_of_its_last_step(story: Story) -> None:
     assert story.resumed_after == story.last_step
     assert story.queued["stop"]["reason"] == "Preempted"
     assert story.queued["checkpoint"]["step"] == story.last_step

@@ -60,7 +60,7 @@ def module_version(name: str, module: str) -> str:
     return match[1]
 
 
-def test_the_job_stands_first_and_is_the_example() -> None:
+def test_the_job_comes_first_and_is_the_example() -> None:
     first = re.search(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
     assert first

@@ -140,7 +140,9 @@ def test_a_bad_job_is_refused_with_path_value_and_remedy_and_is_not_stored(kubec
     assert kubectl.run("get", "ppojob", "refused").returncode != 0
 
 
-def test_what_is_missing_or_doubtful_is_a_warning_that_kubectl_prints(kubectl: Any, webhook: Webhook) -> None:
+def test_missing_objects_and_questionable_values_are_warnings_that_kubectl_prints(
+    kubectl: Any, webhook: Webhook
+) -> None:
     template = {"spec": {"priorityClassName": "no-such", "runtimeClassName": "none"}}
     manifest = job(
         "questionable",

@@ -85,7 +85,7 @@ def claimed(fake_nodes: Any, template: str, **fields: Any) -> dict[str, Any]:
     return fake_pool(fake_nodes, "actor", "h200", **{**given, **fields})
 
 
-def test_each_pod_gets_a_claim_of_its_own_with_the_devices_of_its_node(
+def test_each_pod_gets_a_separate_claim_with_the_devices_of_its_node(
     kubectl: Any, jobs: Any, fake_nodes: Any, classes: Classes
 ) -> None:
     assert kubectl.apply(classes.template("all-of-a-node", DEVICES_OF_A_NODE)).returncode == 0

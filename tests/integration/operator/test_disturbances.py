@@ -36,7 +36,7 @@ def _mended(proxy: HidingProxy) -> Iterator[None]:
     proxy.restore()
 
 
-def test_what_happened_while_the_api_server_was_away_is_seen_afterwards(
+def test_changes_during_an_outage_of_the_api_server_are_seen_afterwards(
     kubectl: Any, jobs: Any, operator: Any, proxy: HidingProxy
 ) -> None:
     changed, deleted = jobs.create(), jobs.create()

@@ -64,7 +64,7 @@ def test_status_has_two_owners_who_leave_each_others_fields_alone(kubectl: Any, 
     }
 
 
-def test_a_new_operator_goes_on_where_the_last_one_stopped(kubectl: Any, jobs: Any, operator: Any) -> None:
+def test_a_new_operator_continues_where_the_last_one_stopped(kubectl: Any, jobs: Any, operator: Any) -> None:
     name = jobs.create()
     before = jobs.wait(name, lambda status: "rayCluster" in status)
 

@@ -27,7 +27,9 @@ def operator(rights: Any, proxy: HidingProxy, tmp_path_factory: pytest.TempPathF
     assert process.stop() == 0, process.log.read_text()
 
 
-def test_the_job_waits_for_kuberay_and_goes_on_when_it_comes(kubectl: Any, jobs: Any, proxy: HidingProxy) -> None:
+def test_the_job_waits_for_kuberay_and_continues_when_it_is_installed(
+    kubectl: Any, jobs: Any, proxy: HidingProxy
+) -> None:
     name = jobs.create()
 
     message = jobs.wait_for(name, Condition.ACCEPTED, "Unknown", Reason.KUBERAY_MISSING)

@@ -197,7 +197,7 @@ async def test_a_finished_job_takes_no_replay(serve: Any, trainer: Any) -> None:
     assert trainer.status()["progress"]["percentage"] == 100
 
 
-async def test_a_job_that_was_made_anew_under_the_same_name_gets_nothing_of_the_old_one(
+async def test_a_job_that_was_re_created_under_the_same_name_gets_nothing_of_the_old_one(
     serve: Any, trainer: Any, manifest: dict[str, Any]
 ) -> None:
     token = trainer.token()

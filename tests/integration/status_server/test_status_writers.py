@@ -32,7 +32,7 @@ def said(status: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     return lambda _: status
 
 
-async def test_a_status_for_an_object_that_was_made_anew_is_not_written(
+async def test_a_status_for_an_object_that_was_re_created_is_not_written(
     operator: Any, kubectl: Any, manifest: dict[str, Any]
 ) -> None:
     old = job_of(kubectl, manifest, "recreated")

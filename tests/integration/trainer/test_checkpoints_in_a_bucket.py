@@ -54,7 +54,7 @@ def until(is_so: Callable[[], bool], ranks: list[subprocess.Popen[bytes]], out: 
         time.sleep(0.02)
 
 
-def test_one_rank_goes_on_from_what_two_saved_before_they_were_killed_inside_a_save(
+def test_one_rank_resumes_from_what_two_saved_before_they_were_killed_inside_a_save(
     server: S3Server, parallel: ParallelMesh, tmp_path: Path
 ) -> None:
     model = save_tiny_model(tmp_path / "model")

@@ -142,7 +142,7 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert not list(root.glob("terminating-*"))
 
 
-def test_a_trainer_that_was_asked_to_stop_goes_on_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_was_asked_to_stop_resumes_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
 

@@ -303,7 +303,7 @@ async def test_what_a_process_writes_is_in_its_log(group: Group, logs: Path) -> 
     assert "hello from a worker" in (logs / "sum-1.log").read_text()
 
 
-async def test_a_process_that_dies_is_named_with_role_and_rank(pools: dict[str, PlacedPool], logs: Path) -> None:
+async def test_a_process_that_exits_is_named_with_role_and_rank(pools: dict[str, PlacedPool], logs: Path) -> None:
     pool = pools["critic"]
     doomed = Launcher(logs, 60.0).start("doomed", SumWorker, pool, pool.bundles, environment=IMPORTABLE)
     await wait_until_up([doomed])
@@ -323,7 +323,7 @@ async def test_a_worker_that_cannot_be_built_is_an_error_and_not_a_wait(
         await wait_until_up([broken])
 
 
-async def test_a_pool_that_does_not_fit_is_named_with_what_is_missing(pools: dict[str, PlacedPool]) -> None:
+async def test_a_pool_that_does_not_fit_is_named_with_the_missing_resources(pools: dict[str, PlacedPool]) -> None:
     with pytest.raises(
         PoolNotPlacedError, match=r"pool actor requests 3 bundles .* the cluster has 2 pool_actor, and 3 are needed"
     ):

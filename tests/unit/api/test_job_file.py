@@ -34,7 +34,7 @@ def test_the_hash_is_the_sha256_of_the_text() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 @pytest.mark.parametrize("path", [None, "s3://bucket/job"])
-def test_with_resume_never_a_job_has_checkpoints_of_its_own_and_resumes_from_them(
+def test_with_resume_never_a_job_has_separate_checkpoints_and_resumes_from_them(
     path: str | None, reports: bool
 ) -> None:
     checkpoint = {"resume": "Never", **({"path": path} if path else {})}

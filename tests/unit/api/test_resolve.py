@@ -186,7 +186,7 @@ def test_a_resolved_spec_is_a_valid_spec() -> None:
     assert PPOJobSpec.model_validate(once.to_wire()) == once
 
 
-def test_a_job_has_a_folder_of_its_own() -> None:
+def test_each_job_has_a_separate_folder() -> None:
     by_name = "/data/ppojob/rl-team/arithmetic"
 
     assert job_root("/data", "rl-team", "arithmetic", "7c4a", ResumePolicy.AUTO) == by_name

@@ -148,7 +148,7 @@ def test_the_same_model_is_fetched_once_for_all_its_roles() -> None:
     assert source.fields == ["model.actor.path", "model.ref.path"]
 
 
-def test_a_model_with_its_code_has_a_folder_of_its_own() -> None:
+def test_a_model_with_its_code_has_a_separate_folder() -> None:
     model = {"actor": {"path": "hf://a/b", "trustRemoteCode": True}, "critic": {"path": "hf://a/b"}}
 
     _, sources = localized(spec_of(model), "/data")

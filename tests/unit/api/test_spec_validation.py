@@ -45,7 +45,7 @@ def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     bad = with_changes(
         {("spec", "pools", 0, "gpusPerNode"): 0, ("spec", "actor", "gradClip"): -1, ("spec", "device"): "x"}
     )
@@ -60,7 +60,7 @@ def test_all_problems_are_told_at_once() -> None:
     }
 
 
-def test_all_problems_that_span_fields_are_told_at_once() -> None:
+def test_all_problems_that_span_fields_are_reported_at_once() -> None:
     bad = with_changes({("spec", "actor", "miniBatchSize"): 3, ("spec", "placement", "ref"): "nowhere"})
 
     with pytest.raises(SpecError) as caught:

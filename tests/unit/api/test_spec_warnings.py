@@ -124,7 +124,7 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {"pools": [{**POOL, "podTemplate": {"spec": {"affinity": "none", "nodeSelector": {"a": "b"}}}}, CRITIC]},
     ],
 )
-def test_what_is_meant_so_is_not_doubted(spec: dict[str, Any]) -> None:
+def test_intended_values_give_no_warning(spec: dict[str, Any]) -> None:
     assert said_of(spec) == []
 
 
@@ -142,12 +142,12 @@ def test_a_template_that_makes_no_sense_is_left_to_those_who_refuse_it() -> None
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
-def test_of_the_examples_only_missing_checkpoints_are_doubtful(path: Path) -> None:
+def test_the_examples_give_no_warning_but_for_missing_checkpoints(path: Path) -> None:
     """Those that run for minutes write none, so that their times are those of the steps."""
     assert {warning.path for warning in spec_warnings(resolve(spec_of(path)))} <= {"spec.checkpoint.everySteps"}
 
 
-def test_the_table_begins_from_a_spec_without_doubts() -> None:
+def test_the_table_begins_from_a_spec_without_warnings() -> None:
     assert list(spec_warnings(resolve(parse_manifest(GOOD)[2]))) == []
 
 

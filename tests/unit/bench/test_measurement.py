@@ -119,9 +119,7 @@ def test_the_table_of_a_job_without_a_critic_has_the_floors_of_its_responses(
     assert "update_actor" in console.export_text()
 
 
-def test_the_rate_of_the_weights_stands_beside_that_of_the_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rate_of_the_weights_is_beside_that_of_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floor = sync_floor(workload.SHAPES["tiny"], SIZE, 450e9)
     monkeypatch.setattr(report, "floors", lambda *_: {"update_weights": floor})
     console = Console(width=150, record=True)

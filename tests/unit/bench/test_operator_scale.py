@@ -32,7 +32,7 @@ def test_of_no_values_there_is_no_percentile() -> None:
     assert math.isnan(percentile([], 0.5))
 
 
-def test_a_familys_samples_are_told_from_those_of_a_longer_name() -> None:
+def test_a_familys_samples_are_distinguished_from_those_of_a_longer_name() -> None:
     found = {sample.labels["resource"]: sample.value for sample in samples(METRICS, "apiserver_request_total")}
 
     assert found == {"ppojobs": 12, "pods": 3}

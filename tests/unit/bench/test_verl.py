@@ -125,7 +125,7 @@ def test_a_run_is_what_its_file_logger_wrote_after_the_warm_up(tmp_path: Path) -
     assert "critic/vf_explained_var" not in run.metrics
 
 
-def test_it_stands_beside_ours_in_the_table() -> None:
+def test_it_is_beside_ours_in_the_table() -> None:
     phases = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.5, "timing_s/step": 4.6}
     ours = Result("colocated", 100.0, [phases], job(Path("/w")), 0.01)
     console = Console(width=150, record=True)

@@ -43,7 +43,7 @@ def test_in_all_namespaces_only_rights_to_see_what_there_is_to_watch_and_who_els
     }
 
 
-def test_a_release_of_another_name_may_look_whether_one_of_its_own_or_the_usual_name_still_runs(helm: Any) -> None:
+def test_a_release_of_another_name_may_check_whether_one_of_its_or_the_usual_name_still_runs(helm: Any) -> None:
     done = helm.run("template", "team", str(CHART), "--namespace=system", "--kube-version=1.34.0")
     objects = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 

@@ -56,7 +56,7 @@ def test_what_is_asked_for_is_exposed(of_the_operator: Exposed, of_the_trainer: 
     assert [problem for query in expressions.all_queries() for problem in query.unknown(exposed)] == []
 
 
-def test_nothing_that_the_operator_exposes_is_looked_at_by_nobody() -> None:
+def test_every_metric_of_the_operator_is_queried() -> None:
     asked = {name for query in expressions.all_queries() for name in query.selectors}
     families = [family.name for family in OperatorMetrics().registry.collect()]
 

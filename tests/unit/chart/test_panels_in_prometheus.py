@@ -43,7 +43,7 @@ def named(lines: list[Line]) -> dict[frozenset[tuple[str, str]], Line]:
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_with_all_every_query_finds_something_and_legends_tell_its_series_apart(server: Prometheus, name: str) -> None:
+def test_with_all_every_query_finds_something_and_legends_distinguish_its_series(server: Prometheus, name: str) -> None:
     dashboard = DASHBOARDS[name]
     found = preview.answers(server, dashboard, ALL)
 

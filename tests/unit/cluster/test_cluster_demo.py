@@ -43,7 +43,7 @@ def test_a_running_job_is_read_with_its_newest_event() -> None:
     assert found.finished == ""
 
 
-def test_a_job_that_nobody_has_looked_at_yet_can_be_shown() -> None:
+def test_a_job_that_was_not_reconciled_yet_can_be_shown() -> None:
     found = progress.read({"spec": {"trainer": {"totalSteps": 8}}}, [])
     assert found.line() == "Pending      step 0/8  time left unknown  reward -  no pools yet  no event yet"
 

@@ -91,7 +91,7 @@ def test_a_missing_program_is_named(programs: Path, name: str) -> None:
     ],
     ids=["no answer", "half an answer", "no KubeRay", "no default class", "no class"],
 )
-def test_what_is_missing_is_named_with_what_to_do(changes: dict[str, Any], words: str) -> None:
+def test_missing_parts_are_named_with_the_remedy(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         foreign.check(cluster(**changes))
 
@@ -117,7 +117,7 @@ def test_an_image_that_may_still_come_is_waited_for(reason: str) -> None:
     pods.require_image(a_pod(waiting={"reason": reason}), "IMAGE")
 
 
-def test_a_pod_that_waits_is_told_in_the_words_of_the_scheduler() -> None:
+def test_a_pod_that_waits_is_reported_in_the_words_of_the_scheduler() -> None:
     said = pods.words(a_pod(message="0/3 nodes are available: 3 Insufficient memory."))
 
     assert said == "pod demo-storage is Pending: 0/3 nodes are available: 3 Insufficient memory."

@@ -96,7 +96,7 @@ def test_no_two_programs_share_a_port() -> None:
     assert len(PORTS) == len(set(PORTS)) == 10
 
 
-def test_names_of_the_cluster_and_foreign_names_are_answered_in_blocks_of_their_own() -> None:
+def test_names_of_the_cluster_and_foreign_names_are_answered_in_separate_blocks() -> None:
     # CoreDNS asks `template`, which answers every name, before `kubernetes`.
     text = (CONFIG_TEMPLATES / "Corefile").read_text()
     own, foreign = text.split(".:53 {")

@@ -78,7 +78,7 @@ def test_the_image_runs_as_a_numeric_user_that_is_not_root(recipe: Recipe) -> No
 
 @pytest.mark.parametrize(("words", "is_kept"), [("", False), ("#!/bin/sh", True)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_what_is_left_of_another_builds_uv_is_not_taken_for_one(
+def test_remains_of_another_builds_uv_are_not_taken_for_one(
     recipe: Recipe, words: str, is_kept: bool, tmp_path: Path
 ) -> None:
     lines = recipe.stages(PROJECT)[1].splitlines()

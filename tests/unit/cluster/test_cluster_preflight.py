@@ -131,7 +131,7 @@ def test_a_program_with_a_kubelets_port_is_refused_whatever_its_name(
         preflight.require_no_other_kubernetes(layout)
 
 
-def test_a_taken_port_stands_in_the_way_of_up_and_not_of_down(machine: Path, layout: Layout) -> None:
+def test_a_port_in_use_blocks_up_and_not_down(machine: Path, layout: Layout) -> None:
     run_process(machine, 41, "flask run")
     listen(machine, 5000, 41)
     preflight.require_no_other_kubernetes(layout)
@@ -207,7 +207,7 @@ def test_a_real_kubelet_is_refused_before_anything_is_touched(
         (cluster.down, "require_no_other_kubernetes", ["_stop_all", "leftovers.clear", "leftovers.remove_tree"]),
     ],
 )
-def test_the_look_for_another_kubernetes_comes_first(
+def test_the_search_for_another_kubernetes_comes_first(
     layout: Layout,
     calls: list[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -47,7 +47,7 @@ def test_a_started_process_is_found_by_another_command_and_ended(layout: Layout)
     assert later.stop("sleeper") is False
 
 
-def test_it_has_a_session_of_its_own_so_it_outlives_its_starter(layout: Layout) -> None:
+def test_it_has_a_separate_session_so_it_outlives_its_starter(layout: Layout) -> None:
     processes = Processes(layout)
     pid = processes.start("sleeper", SLEEP).pid
     assert os.getsid(pid) == pid != os.getsid(0)

@@ -83,7 +83,7 @@ async def test_a_job_of_nobody_is_claimed_by_one_write_and_none_follow() -> None
     assert (lives.lease_reads, lives.events, adopter.num_left_alone) == ([], [], 0)
 
 
-async def test_a_job_of_another_operator_is_told_of_once_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_job_of_another_operator_is_reported_once_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
     lives = Lives(THEIRS)
     adopter = lives.adopter()
 
@@ -131,7 +131,7 @@ async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end:
     assert adopter.num_left_alone == 0
 
 
-async def test_the_time_since_the_last_look_at_a_lease_is_no_silence_of_its_holder() -> None:
+async def test_the_time_since_the_last_read_of_a_lease_is_no_silence_of_its_holder() -> None:
     lives = Lives(THEIRS)
     adopter = Adopter(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
     lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
@@ -177,7 +177,7 @@ async def test_an_event_that_cannot_be_written_changes_nothing() -> None:
     assert lives.events == [Reason.OTHER_OPERATOR]
 
 
-async def test_a_job_that_went_while_it_was_claimed_is_looked_at_again() -> None:
+async def test_a_job_that_was_deleted_while_it_was_claimed_is_reconciled_again() -> None:
     lives = Lives()
     lives.is_there = False
 

@@ -84,7 +84,7 @@ async def test_what_may_lag_is_read_from_the_api_servers_memory(api: ApiServer, 
     assert server.seen == [f"GET {PATH}?resourceVersion=0", f"GET {pod}?resourceVersion=0", f"GET {PATH}"]
 
 
-async def test_an_object_that_changed_in_between_is_looked_at_again(api: ApiServer, server: FakeAPIServer) -> None:
+async def test_an_object_that_changed_in_between_is_read_again(api: ApiServer, server: FakeAPIServer) -> None:
     server.races = 2
 
     assert await write(api)
@@ -128,7 +128,7 @@ async def test_an_object_that_is_gone_gets_nothing(api: ApiServer, server: FakeA
     ],
     ids=["away", "slowly", "forbidden", "unknown field", "no JSON"],
 )
-async def test_an_answer_is_told_in_the_servers_words(
+async def test_an_answer_is_reported_in_the_servers_words(
     api: ApiServer, server: FakeAPIServer, answer: tuple[int, str], error: type[ApiError], words: str
 ) -> None:
     server.answer = answer
@@ -159,7 +159,7 @@ async def test_a_name_from_outside_leads_to_no_other_path(api: ApiServer, server
     assert server.seen == ["GET /apis/ppojob.dev/v1alpha1/namespaces/ns/ppojobs/..%2F..%2Fsecrets%2Fkey"]
 
 
-async def test_a_status_is_made_of_the_object_at_each_try(api: ApiServer, server: FakeAPIServer) -> None:
+async def test_a_status_is_computed_from_the_object_at_each_try(api: ApiServer, server: FakeAPIServer) -> None:
     server.races = 2
     seen: list[str] = []
 

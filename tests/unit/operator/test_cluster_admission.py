@@ -57,9 +57,7 @@ async def cluster(server: FakeAPIServer) -> AsyncIterator[AdmissionCluster]:
 
 
 @pytest.mark.parametrize("kind", Kind)
-async def test_every_kind_is_looked_for_where_it_is(
-    cluster: AdmissionCluster, server: FakeAPIServer, kind: Kind
-) -> None:
+async def test_every_kind_is_read_from_its_place(cluster: AdmissionCluster, server: FakeAPIServer, kind: Kind) -> None:
     reference = Reference(kind, "x", "spec.somewhere")
 
     assert await cluster.read_reference(reference, "rl-team") is None

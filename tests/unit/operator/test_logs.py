@@ -58,7 +58,7 @@ def test_an_error_has_its_traceback_in_the_same_line(lines: Lines) -> None:
     assert str(lines.kept[0]["exception"]).endswith("ValueError: bad")
 
 
-async def test_jobs_that_are_looked_at_at_the_same_time_are_told_apart(lines: Lines) -> None:
+async def test_jobs_that_are_reconciled_at_the_same_time_are_distinguished(lines: Lines) -> None:
     async def look(name: str, attempt: int) -> None:
         with logs.about(name):
             logs.set_attempt(attempt)

@@ -162,7 +162,7 @@ async def test_what_an_earlier_job_of_the_name_has_left_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("found", [None, owned_by({**OTHER, "uid": "uid-1"})], ids=["absent", "ours"])
-async def test_its_own_object_is_made_and_mended(found: dict[str, Any] | None) -> None:
+async def test_its_own_object_is_created_and_repaired(found: dict[str, Any] | None) -> None:
     server = Server(found)
 
     await Cluster(server, reporter="pod-1").apply(WANTED)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ async def test_an_api_server_that_is_busy_is_asked_again() -> None:
     assert await dashboard_key(Secrets(ApiUnavailable("503"), ApiUnavailable("503")), "ns", "key")
 
 
-async def test_an_api_server_that_stays_away_is_given_up_in_the_end() -> None:
+async def test_an_api_server_that_stays_unavailable_ends_the_operator() -> None:
     with pytest.raises(StartError, match="Secret ns/key could not be read in 30 tries: 503"):
         await dashboard_key(Secrets(*[ApiUnavailable("503")] * 99), "ns", "key")
 

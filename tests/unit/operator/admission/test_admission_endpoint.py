@@ -110,7 +110,9 @@ async def test_a_claim_is_judged_as_reconcile_does(ask: Asking, cluster: FakeClu
     assert ask.outcomes == ["Refused", "Warned"]
 
 
-async def test_what_cannot_be_looked_at_is_a_warning_and_names_no_secret(ask: Asking, cluster: FakeCluster) -> None:
+async def test_an_object_that_cannot_be_read_is_a_warning_and_names_no_secret(
+    ask: Asking, cluster: FakeCluster
+) -> None:
     where = "spec.storage.claimName: 'data': could not check whether it exists"
     for error in (ApiUnavailable("503 at 10.0.0.1"), ApiRefused("403 of account x")):
         cluster.errors = [error]
@@ -263,7 +265,7 @@ async def test_another_spec_for_a_job_that_has_ended_is_taken_with_a_remark(ask:
     ],
     ids=["kind", "version", "subresource", "operation"],
 )
-async def test_who_asks_about_something_else_is_let_through_and_told(ask: Asking, changes: dict[str, Any]) -> None:
+async def test_a_request_about_something_else_is_allowed_with_a_warning(ask: Asking, changes: dict[str, Any]) -> None:
     allowed, _, [warning] = await ask(review({"spec": {}}, **changes))
 
     assert allowed

@@ -107,7 +107,7 @@ def test_of_the_job_that_fetches_matters_whether_it_has_ended(path: str, value: 
     assert (fetch_job_view(changed(raw, path, value)) != fetch_job_view(raw)) == is_new
 
 
-def test_only_what_is_new_is_told_but_for_a_watch_that_begins_anew() -> None:
+def test_only_new_views_are_reported_except_by_a_restarted_watch() -> None:
     changes = Changes()
     told: list[tuple[str | None, Hashable, bool]] = [
         ("ADDED", "a", True),
@@ -122,7 +122,7 @@ def test_only_what_is_new_is_told_but_for_a_watch_that_begins_anew() -> None:
     assert [changes.is_new(event, "uid", view) for event, view, _ in told] == [expected for *_, expected in told]
 
 
-def test_objects_are_told_apart() -> None:
+def test_objects_are_distinguished() -> None:
     changes = Changes()
 
     assert changes.is_new("ADDED", "one", "a")

@@ -55,7 +55,7 @@ def answering(status: int, body: Any) -> Handler:
     return handler
 
 
-async def test_a_look_understands_rays_list_and_leaves_out_what_nobody_submitted() -> None:
+async def test_rays_list_is_understood_and_jobs_that_nobody_submitted_are_left_out() -> None:
     async with dashboard(answering(200, [LISTED, DRIVER])) as (client, address):
         found = await client.list_jobs(address)
 

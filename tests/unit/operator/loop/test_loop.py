@@ -23,7 +23,7 @@ def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"ppojob_operator.{module}.monotonic", now)
 
 
-async def test_a_look_applies_writes_the_status_and_tells() -> None:
+async def test_a_reconcile_applies_writes_the_status_and_reports() -> None:
     cluster = MemoryCluster(GOOD)
 
     assert await make_loop(cluster).reconcile(GOOD) == "ok"
@@ -69,7 +69,7 @@ async def test_a_job_that_is_gone_is_forgotten() -> None:
     assert loop.job_states() == {}
 
 
-async def test_what_is_noted_is_looked_at() -> None:
+async def test_enqueued_jobs_are_reconciled() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD))
     loop.enqueue(GOOD)
     loop.enqueue(GOOD)
@@ -103,7 +103,7 @@ async def test_after_an_error_there_is_a_pause_that_grows() -> None:
     assert cluster.calls.count(("read_job", BAD)) == 2, "at 0.2 s and 1.2 s; then at 3.2 s"
 
 
-async def test_a_look_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reconcile_that_hangs_is_ended_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     class Hanging(MemoryCluster):
         async def list_pods(self, key: JobKey) -> list[Manifest]:
             await asyncio.sleep(60)
@@ -171,7 +171,7 @@ async def test_what_the_api_server_cannot_do_now_is_not_said_in_the_status() -> 
     assert cluster.jobs[GOOD]["status"]["conditions"] == []
 
 
-async def test_nothing_is_deleted_or_told_before_the_status_is_written() -> None:
+async def test_nothing_is_deleted_or_reported_before_the_status_is_written() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     cluster.jobs[GOOD]["status"] = {
         "conditions": [
@@ -220,7 +220,7 @@ async def test_a_status_for_an_object_that_is_gone_harms_nobody() -> None:
     assert cluster.events == []
 
 
-async def test_jobs_that_no_watch_told_of_are_found_and_the_watch_is_blamed() -> None:
+async def test_jobs_that_no_watch_reported_are_found_and_the_watch_is_blamed() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD, BAD), idle_interval=0.2)
     loop.enqueue(GOOD)
 
@@ -260,7 +260,7 @@ async def pods_read_by(cluster: MemoryCluster, loop: Loop, num_looks: int = 1) -
     return cluster.calls.count(("list_pods", GOOD)) - before
 
 
-async def test_objects_of_which_no_watch_told_are_not_read_again() -> None:
+async def test_objects_that_no_watch_reported_are_not_read_again() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
 
     assert await pods_read_by(cluster, loop, 2) == 2, "the first look made objects, so the second reads them"
@@ -281,7 +281,7 @@ async def test_a_config_map_that_somebody_deleted_is_missed_at_once_before_the_t
     assert cluster.applied[-1] == "ConfigMap"
 
 
-async def test_what_a_watch_tells_during_a_look_is_read_by_the_next() -> None:
+async def test_what_a_watch_reports_during_a_reconcile_is_read_by_the_next() -> None:
     class Changing(MemoryCluster):
         async def read_claim(self, namespace: str, name: str) -> Manifest | None:
             loop.enqueue(GOOD)
@@ -297,7 +297,7 @@ async def test_what_a_watch_tells_during_a_look_is_read_by_the_next() -> None:
     assert await pods_read_by(cluster, loop, 3) == 3
 
 
-async def test_a_job_that_is_not_admitted_is_read_anew_each_time() -> None:
+async def test_a_job_that_is_not_admitted_is_read_again_each_time() -> None:
     class Unclaimed(MemoryCluster):
         async def read_claim(self, namespace: str, name: str) -> Manifest | None:
             return None
@@ -308,7 +308,7 @@ async def test_a_job_that_is_not_admitted_is_read_anew_each_time() -> None:
     assert cluster.verdict(GOOD, Condition.ACCEPTED)[0] == Reason.STORAGE_MISSING
 
 
-async def test_the_sweep_has_everything_read_anew() -> None:
+async def test_a_resync_reads_everything_again() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.2)
     await loop.reconcile(GOOD)
     await loop.reconcile(GOOD)
@@ -319,7 +319,7 @@ async def test_the_sweep_has_everything_read_anew() -> None:
     assert cluster.calls.count(("list_pods", GOOD)) == before + 3
 
 
-async def test_after_an_error_everything_is_read_anew() -> None:
+async def test_after_an_error_everything_is_read_again() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     await loop.reconcile(GOOD)
     await loop.reconcile(GOOD)

@@ -8,7 +8,7 @@ from tests.unit.operator.loop.memory_cluster import BAD, GOOD, SPEC, MemoryClust
 pytestmark = pytest.mark.virtual_time
 
 
-async def test_kueue_is_asked_at_each_look_of_a_job_that_waits_in_a_queue() -> None:
+async def test_kueue_is_asked_at_each_reconcile_of_a_job_that_waits_in_a_queue() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD))
     cluster.jobs[GOOD]["spec"] = {**SPEC, "runPolicy": {"queueName": "gpus"}}
     await loop.reconcile(GOOD)

@@ -26,7 +26,7 @@ def at(seconds: float) -> datetime:
     return NOON + timedelta(seconds=seconds)
 
 
-def test_a_report_keeps_the_time_of_its_first_look_until_another_one_comes() -> None:
+def test_a_report_keeps_the_time_of_its_first_reconcile_until_another_one_comes() -> None:
     times = ReportTimes()
     first: dict[str, Any] = {"attempt": 0, "report": 1, "lastUpdateTime": "2026-03-01T11:00:00Z"}
 
@@ -41,7 +41,7 @@ def test_a_report_keeps_the_time_of_its_first_look_until_another_one_comes() -> 
     assert times.seen(job(**unnumbered, lastUpdateTime="2026-03-01T11:00:10Z"), at(60)) == at(60)
 
 
-def test_another_object_of_the_same_name_and_a_job_that_was_forgotten_begin_anew() -> None:
+def test_another_object_of_the_same_name_and_a_job_that_was_forgotten_begin_again() -> None:
     times = ReportTimes()
     report: dict[str, Any] = {"attempt": 0, "report": 1}
     times.seen(job(**report), at(0))
@@ -51,7 +51,7 @@ def test_another_object_of_the_same_name_and_a_job_that_was_forgotten_begin_anew
     assert times.seen(job("another", **report), at(20)) == at(20)
 
 
-async def test_the_loop_tells_the_policies_when_it_saw_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_passes_to_the_policies_when_it_saw_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[datetime | None] = []
 
     def decide(_: Job, observed: Observed, __: datetime) -> Plan:

@@ -36,7 +36,7 @@ async def test_nothing_is_given_out_before_its_time() -> None:
     assert await queue.take(1) == A
 
 
-async def test_an_earlier_wish_replaces_a_later_one_and_not_the_other_way_round() -> None:
+async def test_an_earlier_time_replaces_a_later_one_and_not_the_other_way_round() -> None:
     queue = WorkQueue()
     queue.add(A, 60)
     queue.add(A)

@@ -21,7 +21,7 @@ def test_a_cluster_name_is_the_same_each_time_and_another_for_another_object_or_
     assert len(names) == 4
 
 
-def test_who_has_not_the_operators_key_cannot_tell_the_name_of_a_cluster_and_so_of_its_secret() -> None:
+def test_without_the_operators_key_the_name_of_a_cluster_and_of_its_secret_cannot_be_guessed() -> None:
     name, other = (naming.cluster_name("job", "uid", 0, key) for key in (SECRET, b"o" * 32))
 
     assert name != other
@@ -38,7 +38,7 @@ def test_other_names_fit_a_label() -> None:
     assert all(len(name) <= 63 for name in names)
 
 
-def test_a_submission_id_tells_object_and_attempt_apart() -> None:
+def test_a_submission_id_distinguishes_object_and_attempt() -> None:
     assert naming.submission_id("u", 2) == "ppojob-u-2"
 
 

@@ -69,7 +69,7 @@ def test_capabilities_are_added_to_that_of_rdma(make_spec: MakeSpec) -> None:
     assert ray["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_PTRACE"]}
 
 
-def test_another_container_stands_behind_rays(with_template: WithTemplate) -> None:
+def test_another_container_comes_after_rays(with_template: WithTemplate) -> None:
     found = pod(with_template({"spec": {"containers": [{"name": "sidecar", "image": "x"}]}}))["spec"]["containers"]
 
     assert [container["name"] for container in found] == ["ray-worker", "sidecar"]
@@ -107,7 +107,7 @@ def test_terms_of_affinity_stand_beside_that_of_spread(make_spec: MakeSpec) -> N
     assert found["nodeAffinity"] == {required: zones}
 
 
-def test_a_constraint_of_the_users_over_zones_stands_beside_ours_over_hosts(make_spec: MakeSpec) -> None:
+def test_a_constraint_of_the_users_over_zones_is_added_to_ours_over_hosts(make_spec: MakeSpec) -> None:
     zones = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
     template = {"spec": {"topologySpreadConstraints": [zones]}}
     pools = [{"name": "actor", "nodes": 2, "gpusPerNode": 2, "podTemplate": template}]
@@ -129,9 +129,7 @@ def test_a_constraint_of_the_users_over_zones_stands_beside_ours_over_hosts(make
         {"terminationGracePeriodSeconds": 3600},
     ],
 )
-def test_what_has_no_field_of_its_own_goes_through_as_it_is(
-    with_template: WithTemplate, fields: dict[str, Any]
-) -> None:
+def test_settings_without_a_field_are_passed_on_unchanged(with_template: WithTemplate, fields: dict[str, Any]) -> None:
     found = pod(with_template({"spec": fields}))["spec"]
 
     assert {name: found[name] for name in fields} == fields
@@ -215,7 +213,7 @@ def test_what_would_break_ray_is_refused_with_its_path(
     assert words in problems[0].message
 
 
-def test_the_heads_template_is_looked_at_too(make_spec: MakeSpec) -> None:
+def test_the_heads_template_is_checked_too(make_spec: MakeSpec) -> None:
     spec = make_spec(head={"podTemplate": {"spec": {"containers": [{"name": "ray-head", "command": ["x"]}]}}})
 
     (problem,) = template_problems(spec, KEY, UID)

@@ -42,7 +42,7 @@ def test_a_bad_spec_is_refused_with_path_value_and_remedy(changes: dict[str, obj
     assert world.said == [Reason.INVALID_SPEC]
 
 
-def test_a_refused_job_is_accepted_once_it_is_mended() -> None:
+def test_a_refused_job_is_accepted_once_it_is_fixed() -> None:
     world = World(actor={"miniBatchSize": 7})
     world.settle()
 
@@ -53,7 +53,7 @@ def test_a_refused_job_is_accepted_once_it_is_mended() -> None:
     assert world.condition(Condition.ACCEPTED).observed_generation == 2
 
 
-def test_without_kuberay_the_job_waits_and_goes_on_when_it_comes() -> None:
+def test_without_kuberay_the_job_waits_and_continues_when_it_is_installed() -> None:
     world = World().see(is_kuberay_served=False)
 
     world.settle()
@@ -91,7 +91,7 @@ def test_a_claim_that_waits_for_its_first_pod_is_good_enough() -> None:
     assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
 
 
-def test_a_claim_that_not_all_pods_can_write_to_is_refused_and_the_job_goes_on_with_a_better_one() -> None:
+def test_a_claim_that_not_all_pods_can_write_to_is_refused_and_the_job_continues_with_a_better_one() -> None:
     world = World().see(claim=Claim("data", "Bound", ("ReadWriteOncePod",)))
 
     world.settle()
@@ -103,7 +103,7 @@ def test_a_claim_that_not_all_pods_can_write_to_is_refused_and_the_job_goes_on_w
     assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
 
 
-def test_doubts_are_said_at_the_admission_and_stay_until_the_spec_is_another() -> None:
+def test_warnings_are_given_at_the_admission_and_stay_until_the_spec_changes() -> None:
     world = World(checkpoint={"everySteps": 0}).see(claim=Claim("data", "Bound", ("ReadWriteOnce",)))
 
     world.run()

@@ -18,7 +18,7 @@ def resume(world: World) -> World:
     return world.suspend(False).run()
 
 
-def test_it_goes_on_after_a_suspension_and_does_not_count_that() -> None:
+def test_it_continues_after_a_suspension_and_does_not_count_that() -> None:
     world = suspend(World(runPolicy={"activeDeadlineSeconds": 300}).run().wait(80))
     assert world.status["activeSeconds"] == 100
 
@@ -44,7 +44,7 @@ def test_what_was_counted_is_written_once_for_each_suspension() -> None:
     assert suspend(world).status["activeSeconds"] == 49
 
 
-def test_a_job_whose_time_is_over_while_it_is_suspended_ends_when_it_goes_on() -> None:
+def test_a_job_whose_time_is_over_while_it_is_suspended_ends_when_it_continues() -> None:
     world = suspend(World(runPolicy={"activeDeadlineSeconds": 300}).run()).wait(DAY)
     world.edit(runPolicy={"activeDeadlineSeconds": 10, "suspend": True}).settle()
     assert world.status["phase"] == Phase.SUSPENDED

@@ -103,7 +103,7 @@ def test_when_its_pods_are_gone_it_is_back_in_the_queue_with_another_attempt() -
     assert told.endswith("it resumes from its checkpoint of step 7")
 
 
-def test_it_goes_on_when_it_is_let_in_again() -> None:
+def test_it_continues_when_it_is_admitted_again() -> None:
     queue = Queue(activeDeadlineSeconds=100).runs().evicts()
     queue.settle()
     queue.pods_are_gone().settle()
@@ -117,7 +117,7 @@ def test_it_goes_on_when_it_is_let_in_again() -> None:
     assert world.verdict(Condition.ADMITTED) == ("True", Reason.ADMITTED)
 
 
-def test_a_job_that_is_let_in_before_its_loss_was_seen_goes_on_too() -> None:
+def test_a_job_that_is_admitted_before_its_loss_was_seen_continues_too() -> None:
     queue = Queue().runs().evicts()
     queue.settle()
 
@@ -148,7 +148,7 @@ def test_pods_that_outlive_the_grace_period_are_not_waited_for() -> None:
     assert world.totals == NO_RETRIES
 
 
-def test_a_suspended_job_gives_its_quota_back_and_queues_anew() -> None:
+def test_a_suspended_job_releases_its_quota_and_queues_again() -> None:
     queue = Queue().runs()
 
     world = queue.world.suspend().settle().trainer_stops_gracefully().settle()
@@ -212,7 +212,7 @@ def test_a_label_that_names_another_queue_than_the_spec_is_refused_with_both() -
     assert said.startswith("metadata.labels[kueue.x-k8s.io/queue-name]: 'gpus': spec.runPolicy.queueName is 'others'")
 
 
-def test_without_kueue_a_job_with_a_queue_makes_nothing_and_goes_on_when_it_comes() -> None:
+def test_without_kueue_a_job_with_a_queue_creates_nothing_and_continues_when_it_is_installed() -> None:
     world = World(runPolicy={"queueName": "gpus"}).see(workloads=None)
 
     plan: Plan = world.look()

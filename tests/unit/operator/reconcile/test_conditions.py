@@ -45,7 +45,7 @@ def test_a_message_beyond_all_measure_is_cut() -> None:
     assert len(merged(Finding("True", "R", "x" * 100_000)).message) == 4000
 
 
-def test_a_change_is_told_once() -> None:
+def test_a_change_is_reported_once() -> None:
     world = World()
 
     world.settle().settle()

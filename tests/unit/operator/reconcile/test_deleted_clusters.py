@@ -20,7 +20,7 @@ def restart(world: World) -> World:
     return world.wait(20).trainer_reports().settle()
 
 
-def test_before_there_is_a_trainer_it_is_made_again_and_told_once() -> None:
+def test_before_there_is_a_trainer_it_is_re_created_and_reported_once() -> None:
     world = World().settle()
 
     delete(world).settle()
@@ -39,7 +39,7 @@ def test_in_a_queue_too() -> None:
     assert world.status["phase"] == Phase.QUEUED
 
 
-def test_while_a_retry_waits_it_is_told_when_it_is_made_again() -> None:
+def test_while_a_retry_waits_it_is_reported_when_it_is_re_created() -> None:
     world = World().run().trainer_fails(Reason.TRAINER_FAILED, FailureKind.USER).settle()
 
     delete(world).settle().wait(9).settle()
@@ -50,7 +50,7 @@ def test_while_a_retry_waits_it_is_told_when_it_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("error", ["", "exceeded quota"])
-def test_a_cluster_that_never_was_is_not_told_of(error: str) -> None:
+def test_a_cluster_that_never_existed_is_not_reported(error: str) -> None:
     world = World()
     world.look()
 
@@ -74,7 +74,7 @@ def test_under_a_trainer_it_ends_the_attempt_and_counts_against_no_limit() -> No
     assert world.cluster_name != first_cluster()
 
 
-def test_whoever_deletes_it_for_ever_gets_longer_and_longer_pauses() -> None:
+def test_repeated_deletions_get_longer_and_longer_pauses() -> None:
     world = World(runPolicy={"backoffLimit": 0}).run()
 
     for _ in range(12):

@@ -75,7 +75,7 @@ def test_outside_the_steps_all_gpus_are_idle(activity: str) -> None:
     assert hours(world) == (9, pytest.approx(6 + 0.9))
 
 
-def test_the_first_step_is_idle_until_its_end_tells_who_computed() -> None:
+def test_the_first_step_is_idle_until_its_end_shows_who_computed() -> None:
     world = running()
     world.wait(HOUR).trainer_reports(pools=BUSY).settle()
     assert hours(world) == (6, 6)
@@ -93,7 +93,7 @@ def test_without_other_changes_it_is_written_every_ten_minutes() -> None:
     assert hours(world)[0] == pytest.approx(3 + 3 / 3)
 
 
-def test_an_operator_that_was_away_counts_the_time_of_its_absence() -> None:
+def test_an_operator_that_was_unavailable_counts_the_time_of_its_absence() -> None:
     world = running().wait(24 * HOUR).settle()
 
     assert hours(world)[0] == 3 + 3 * 24
@@ -127,7 +127,7 @@ def test_a_suspended_job_holds_nothing() -> None:
     assert world.status["gpuUsage"] == before
 
 
-def test_a_job_that_runs_again_goes_on_counting() -> None:
+def test_a_job_that_runs_again_continues_to_count() -> None:
     world = running().suspend().settle().trainer_stops_gracefully().settle().wait(HOUR)
     world.suspend(False).settle()
     world.pods_become(ready=False).pods_are_bound().settle()

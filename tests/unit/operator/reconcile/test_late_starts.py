@@ -53,7 +53,7 @@ def test_a_job_that_has_run_waits_on_for_room_and_says_since_when() -> None:
     assert world.plan().status is None, "it is written once"
 
 
-def test_it_goes_on_when_there_is_room_again() -> None:
+def test_it_continues_when_there_is_room_again() -> None:
     world = after_a_lost_head().wait(DAY).settle()
 
     world.pods_become(ready=True).see(ray=Ray()).settle()

@@ -49,7 +49,7 @@ def test_until_it_has_stopped_the_job_is_judged_by_the_layout_in_force() -> None
     assert world.status["effectiveLayout"]["pools"][1]["nodes"] == 1
 
 
-def test_then_it_goes_on_with_the_new_layout_as_the_next_attempt() -> None:
+def test_then_it_continues_with_the_new_layout_as_the_next_attempt() -> None:
     world = relaid(TWO_CRITICS)
 
     groups = world.made[-1]["spec"]["workerGroupSpecs"]
@@ -195,7 +195,7 @@ def test_an_attempt_that_has_not_begun_needs_no_stop(state: Callable[[], World])
     assert len({cluster["metadata"]["name"] for cluster in world.made}) == len(world.made)
 
 
-def test_another_layout_of_a_pending_job_is_told_and_its_deadline_begins_anew() -> None:
+def test_another_layout_of_a_pending_job_is_reported_and_its_deadline_restarts() -> None:
     world = World(runPolicy={"startupDeadlineSeconds": 60}).settle().wait(50).edit(**TWO_CRITICS).settle()
 
     assert world.said[1:] == [Reason.REALLOCATING, Reason.LAYOUT_APPLIED]

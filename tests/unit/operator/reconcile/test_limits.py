@@ -108,7 +108,7 @@ def test_whatever_changes_in_the_reports_is_progress(gets_on: Callable[[World], 
 
 
 @pytest.mark.parametrize("has_reported", [True, False])
-def test_a_trainer_that_cannot_be_heard_is_not_stalled(has_reported: bool) -> None:
+def test_a_trainer_whose_reports_do_not_arrive_is_not_stalled(has_reported: bool) -> None:
     world = World(runPolicy={"stallTimeoutSeconds": 100}).run()
     if not has_reported:
         del world.status["progress"]
@@ -137,7 +137,7 @@ def test_reports_of_an_older_operator_which_do_not_say_since_when_stall_nothing(
     assert repeat(world, 10).status["attempt"] == 1
 
 
-def test_a_stalled_trainer_may_be_left_alone_and_then_goes_on() -> None:
+def test_a_stalled_trainer_may_be_left_alone_and_then_continues() -> None:
     world = World(runPolicy={"stallTimeoutSeconds": 100, "restartOnStall": False}).run()
 
     repeat(world, 210)

@@ -47,7 +47,7 @@ def test_a_pod_beyond_its_memory_is_the_users_to_fix(
 
 
 @pytest.mark.parametrize("kind", [FailureKind.INFRASTRUCTURE, FailureKind.USER])
-def test_a_lost_worker_whose_pod_wanted_memory_is_the_users_to_mend(kind: FailureKind) -> None:
+def test_a_lost_worker_whose_pod_ran_out_of_memory_is_the_users_to_fix(kind: FailureKind) -> None:
     world = World().run().pods_become(ready=False, pool="critic", trouble=OOM)
 
     world.trainer_fails(Reason.WORKER_LOST, kind, "critic rank 0 is gone").settle()
@@ -74,7 +74,7 @@ def test_a_second_attempt_in_a_row_that_runs_out_of_memory_with_the_same_setting
     assert message.startswith("attempts 0 and 1 ran out of memory with the same settings")
 
 
-def test_other_settings_get_attempts_of_their_own() -> None:
+def test_other_settings_get_separate_attempts() -> None:
     world = run_out_of_memory(World(runPolicy={"backoffLimit": 9}).run())
     world.edit(critic={"miniBatchSize": 8, "maxTokensPerGPU": 4096}).settle()
     world.pods_become(ready=True).see(ray=Ray()).settle()

@@ -122,7 +122,7 @@ def test_pods_that_wait_for_gpus_need_nobody() -> None:
     assert world.pending == []
 
 
-def test_what_the_receiver_has_is_removed_and_numbers_go_on() -> None:
+def test_what_the_receiver_has_is_removed_and_numbers_continue() -> None:
     world = World().run()
     world.settled = {1}
 

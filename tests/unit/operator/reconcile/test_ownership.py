@@ -126,7 +126,7 @@ def told(job: Job, other: OtherLease | None = ALIVE) -> str:
     return event.message
 
 
-def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
+def test_the_event_says_who_runs_a_job_and_what_to_do() -> None:
     job = job_of(World(), THEIRS)
 
     assert told(job) == (
@@ -141,7 +141,7 @@ def test_people_are_told_who_runs_a_job_and_what_to_do() -> None:
     )
 
 
-def test_an_annotation_that_names_nobody_is_told_with_its_value_and_the_remedy() -> None:
+def test_an_annotation_that_names_nobody_is_reported_with_its_value_and_the_remedy() -> None:
     job = job_of(World(), OURS, "Not a name")
 
     assert told(job).startswith(
@@ -186,7 +186,7 @@ def test_pods_that_wait_for_a_trainer_are_replaced_since_only_their_operator_can
     assert world.status["operator"] == OURS.to_wire()
 
 
-def test_a_trainer_that_runs_goes_on_and_nothing_is_made_anew() -> None:
+def test_a_trainer_that_runs_continues_and_nothing_is_re_created() -> None:
     world = World().run()
     before = world.cluster_name
 
@@ -197,7 +197,7 @@ def test_a_trainer_that_runs_goes_on_and_nothing_is_made_anew() -> None:
     assert (plan.apply, plan.delete_clusters) == ((), ())
 
 
-def test_a_trainer_that_cannot_be_asked_and_reports_no_more_is_started_anew_elsewhere() -> None:
+def test_a_trainer_that_cannot_be_asked_and_reports_no_more_is_restarted_elsewhere() -> None:
     world = World().run()
     before = world.cluster_name
     take_over(world)

@@ -39,7 +39,7 @@ def test_its_pods_are_released_after_the_limit_and_created_again_after_a_pause()
     assert world.pods_become(ready=True).see(ray=Ray()).settle().verdict(Condition.SUBMITTED)[0] == "True"
 
 
-def test_each_release_has_a_pause_of_its_own() -> None:
+def test_each_release_has_a_separate_pause() -> None:
     pauses = []
     for number in range(2):
         world = waiting()

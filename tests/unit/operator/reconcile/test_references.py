@@ -24,7 +24,7 @@ def places(wanted: list[Reference]) -> list[tuple[str, str, str]]:
     return [(reference.kind.value, reference.name, reference.path) for reference in wanted]
 
 
-def test_every_object_is_looked_for_once_at_the_first_field_that_names_it() -> None:
+def test_every_object_is_read_once_for_the_first_field_that_names_it() -> None:
     pools = [{**pool, "podTemplate": {"spec": CLASSES}} for pool in spec()["pools"]]
     source = {"configMapKeyRef": {"name": "settings", "key": "a"}}
     job = parsed(
@@ -61,11 +61,11 @@ def test_every_object_is_looked_for_once_at_the_first_field_that_names_it() -> N
     ],
     ids=["optional", "Secret", "key of a Secret", "no object", "no name", "no pod"],
 )
-def test_what_need_not_be_there_or_may_not_be_read_is_not_looked_for(changes: dict[str, Any]) -> None:
+def test_optional_and_unreadable_objects_are_not_read(changes: dict[str, Any]) -> None:
     assert places(named(parsed(**changes))) == places([claim_of(parsed())])
 
 
-def test_what_is_missing_is_a_doubt_because_it_may_come_a_moment_later() -> None:
+def test_a_missing_object_is_a_warning_because_it_may_be_created_a_moment_later() -> None:
     wanted = [
         claim_of(parsed()),
         Reference(Kind.RUNTIME_CLASS, "nvidia", "spec.head.podTemplate.spec.runtimeClassName"),
@@ -81,7 +81,7 @@ def test_what_is_missing_is_a_doubt_because_it_may_come_a_moment_later() -> None
     ]
 
 
-def test_what_is_there_is_fine() -> None:
+def test_existing_objects_give_no_warning() -> None:
     claim = {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteMany"]}}
     reference = Reference(Kind.PRIORITY_CLASS, "urgent", "spec.x")
 

@@ -76,7 +76,7 @@ def edited(world: World, edit: Edit, generation: int = 2) -> World:
     ],
     ids=["replicas", "maximum", "head's memory", "image", "group lost", "group added", "autoscaler"],
 )
-def test_an_edit_is_undone_and_told(edit: Edit, words: str) -> None:
+def test_an_edit_is_undone_and_reported(edit: Edit, words: str) -> None:
     world = edited(World().run(), edit)
 
     plan = world.plan()

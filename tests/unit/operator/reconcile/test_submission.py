@@ -16,7 +16,7 @@ def ready() -> World:
     return World().settle().pods_become(ready=True).see(ray=Ray())
 
 
-def test_the_first_look_makes_everything_that_the_pods_need_in_order() -> None:
+def test_the_first_reconcile_creates_everything_that_the_pods_need_in_order() -> None:
     plan = World().look()
 
     assert [manifest["kind"] for manifest in plan.apply] == ["ServiceAccount", "Secret", "ConfigMap", "RayCluster"]
@@ -45,7 +45,7 @@ def test_what_was_made_is_not_made_again() -> None:
     assert world.look().apply == ()
 
 
-def test_a_look_that_was_cut_short_makes_the_same_objects_again() -> None:
+def test_a_reconcile_that_was_cut_short_creates_the_same_objects_again() -> None:
     world = World()
 
     assert world.plan() == world.plan()
@@ -97,7 +97,7 @@ def test_the_entrypoint_names_file_hash_generation_and_attempt() -> None:
     assert plan.submission.environment == {"PPOJOB_ATTEMPT": "0"}
 
 
-def test_the_file_is_brought_up_to_date_in_the_look_that_submits() -> None:
+def test_the_file_is_brought_up_to_date_in_the_reconcile_that_submits() -> None:
     world = ready()
     world.spec["trainer"], world.generation = {"totalSteps": 7}, 2
 

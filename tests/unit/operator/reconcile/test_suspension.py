@@ -58,7 +58,7 @@ def test_the_pods_are_deleted_after_a_graceful_stop() -> None:
     assert world.status["stop"]["completionTime"] == time(60)
 
 
-def test_it_goes_on_as_the_next_attempt_which_is_no_retry() -> None:
+def test_it_continues_as_the_next_attempt_which_is_no_retry() -> None:
     world = resume(suspended())
 
     assert world.status["phase"] == Phase.RUNNING
@@ -187,7 +187,7 @@ def test_what_a_suspension_does_in_each_state(state: Callable[[], World], phase:
 
 
 @pytest.mark.parametrize("state", [running, loading, pending, backing_off_on_warm_pods, backing_off_without_pods])
-def test_from_each_state_it_can_go_on(state: Callable[[], World]) -> None:
+def test_from_each_state_it_can_continue(state: Callable[[], World]) -> None:
     world = state().suspend().settle()
     if world.observed.clusters:
         world.trainer_stops_gracefully().settle()
@@ -287,7 +287,7 @@ def test_the_active_deadline_counts_while_the_trainer_is_waited_for() -> None:
     assert world.verdict(Condition.SUSPENDED) == ("False", Reason.ACTIVE_DEADLINE_EXCEEDED)
 
 
-def test_the_startup_deadline_begins_anew_too() -> None:
+def test_the_startup_deadline_restarts_too() -> None:
     world = World(runPolicy={"startupDeadlineSeconds": 60}).settle().wait(50).suspend().settle().wait(500)
     assert world.settle().status["phase"] == Phase.SUSPENDED
 

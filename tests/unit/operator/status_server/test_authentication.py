@@ -189,7 +189,7 @@ async def test_a_pod_of_another_ray_cluster_than_the_attempts_is_refused(
     assert refusal.message.endswith("reports of rl-team/arithmetic come from arithmetic-1a2b3")
 
 
-async def test_between_two_ray_clusters_nobody_reports_and_an_old_trainer_hears_that_it_was_replaced(
+async def test_between_two_ray_clusters_nobody_reports_and_an_old_trainer_learns_that_it_was_replaced(
     send: Send, job: dict[str, Any]
 ) -> None:
     del job["status"]["rayCluster"]

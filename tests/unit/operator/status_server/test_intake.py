@@ -156,7 +156,7 @@ async def test_a_finished_job_takes_no_more_reports(send: Send, job: dict[str, A
 
 @pytest.mark.parametrize("call", ["review_token", "read_job"])
 @pytest.mark.parametrize("error", [ApiUnavailable("no answer"), ApiRefused("403 forbidden")])
-async def test_an_api_server_that_does_not_answer_lets_the_trainer_go_on(
+async def test_an_api_server_that_does_not_answer_lets_the_trainer_continue(
     send: Send, cluster: Any, call: str, error: Exception
 ) -> None:
     cluster.errors[call] = iter([error])

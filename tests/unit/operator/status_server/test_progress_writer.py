@@ -198,7 +198,7 @@ async def test_the_end_tries_again_where_a_write_fails(
     assert cluster.writes == [(key, {"n": 1})]
 
 
-async def test_the_end_waits_for_an_api_server_that_is_away_no_longer_than_it_may(
+async def test_the_end_waits_for_an_unavailable_api_server_no_longer_than_it_may(
     writer: ProgressWriter, cluster: Any, key: JobIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.before_write = asyncio.Event().wait
@@ -218,7 +218,7 @@ async def test_the_dispatcher_shows_that_it_lives(cluster: Any, metrics: Operato
         await until(lambda: len(beats) >= 2)
 
 
-async def test_what_is_written_is_made_from_the_object_as_it_stands_then(
+async def test_a_write_is_computed_from_the_current_object(
     writer: ProgressWriter, cluster: Any, key: JobIdentity, job: dict[str, Any]
 ) -> None:
     async with running(writer):

@@ -176,7 +176,7 @@ def test_times_are_in_utc() -> None:
     assert format_time(datetime(2026, 1, 31, 13, 0, tzinfo=timezone(timedelta(hours=1)))) == "2026-01-31T12:00:00Z"
 
 
-def test_the_trainer_is_told_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
+def test_the_trainer_receives_what_may_change_while_it_runs(job: dict[str, Any]) -> None:
     assert progress_reply(job, 2).to_wire() == {
         "command": "None",
         "settings": {"totalSteps": 120, "validateEverySteps": 10, "checkpointEverySteps": 50, "checkpointKeep": 2},
@@ -196,14 +196,14 @@ def test_the_length_of_a_run_may_be_epochs_or_its_default(
     assert {name: value for name, value in settings.items() if name.startswith("total")} == length
 
 
-def test_a_trainer_whose_job_is_being_deleted_is_told_to_stop(job: dict[str, Any]) -> None:
+def test_a_trainer_whose_job_is_being_deleted_is_asked_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
     assert progress_reply(job, 2).command is Command.STOP
 
 
 @pytest.mark.parametrize(("attempt", "command"), [(2, Command.STOP), (3, Command.NONE)])
-def test_the_attempt_that_is_to_stop_is_told_and_the_next_one_is_not(
+def test_the_attempt_that_is_to_stop_is_asked_and_the_next_one_is_not(
     job: dict[str, Any], attempt: int, command: Command
 ) -> None:
     job["status"]["stop"] = {"attempt": 2, "reason": "Suspending", "time": "2026-01-31T12:00:00Z"}
@@ -329,7 +329,7 @@ def test_reports_of_a_trainer_that_does_not_number_them_follow_each_other(
     assert status_of({**report, "number": 0, "step": 13}, job)["progress"]["step"] == 13
 
 
-def test_the_next_attempt_begins_to_count_its_reports_anew(report: dict[str, Any], job: dict[str, Any]) -> None:
+def test_the_next_attempt_counts_its_reports_from_the_start(report: dict[str, Any], job: dict[str, Any]) -> None:
     job["status"] |= status_of(report, job) | {"attempt": 3}
 
     assert status_of({**report, "attempt": 3, "number": 1}, job)["progress"]["report"] == 1

@@ -210,7 +210,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
     assert b"TooSlow" in answer
 
 
-async def test_more_reports_than_the_operator_can_work_on_are_sent_away(
+async def test_more_reports_than_the_operator_can_process_are_rejected(
     cluster: Any, settings: StatusServerSettings, report: dict[str, Any], authorization: str
 ) -> None:
     gate = asyncio.Event()

@@ -80,7 +80,7 @@ def test_a_checkpoint_that_was_copied_out_of_the_bucket_is_gone_on_from(in_bucke
 # The fence is the write itself.
 
 
-def test_an_attempt_that_was_overtaken_between_look_and_write_does_not_move_the_tracker(
+def test_an_attempt_that_was_overtaken_between_read_and_write_does_not_move_the_tracker(
     in_bucket: BucketPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = claimed(in_bucket.root, attempt=1)

@@ -281,7 +281,7 @@ def test_what_the_loader_cannot_read_is_refused_in_the_same_words(broken: Place)
 # Going on from a named checkpoint.
 
 
-def test_a_run_goes_on_from_another_runs_checkpoint(place: Place) -> None:
+def test_a_run_resumes_from_another_runs_checkpoint(place: Place) -> None:
     named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
 
     found = claimed(f"{place.root}/second", uid="second").resume_point(AUTO, named)
@@ -290,7 +290,7 @@ def test_a_run_goes_on_from_another_runs_checkpoint(place: Place) -> None:
     assert (found.step, found.uid) == (4, "first")
 
 
-def test_later_attempts_go_on_from_their_own(place: Place) -> None:
+def test_later_attempts_resume_from_their_own(place: Place) -> None:
     named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
     store = claimed(f"{place.root}/second", uid="second")
     store.resume_point(AUTO, named)
@@ -307,7 +307,7 @@ def test_later_attempts_go_on_from_their_own(place: Place) -> None:
     assert third.step == 8
 
 
-def test_an_attempt_that_died_before_it_saved_begins_from_the_named_one_again(place: Place) -> None:
+def test_an_attempt_that_ended_before_it_saved_begins_from_the_named_one_again(place: Place) -> None:
     named = save(place, claimed(f"{place.root}/first", uid="first"), 4).location
     claimed(f"{place.root}/second", uid="second").resume_point(AUTO, named)
 

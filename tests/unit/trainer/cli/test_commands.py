@@ -77,7 +77,7 @@ def test_validate_shows_the_shares_of_a_mixture() -> None:
     assert "products 87.5%, gcd 12.5%" in _ppojob("validate", file, "--set", "data.train.mixture[1].weight=0.1").stdout
 
 
-def test_what_is_doubtful_is_said_and_refuses_nothing(file: Path) -> None:
+def test_warnings_are_printed_and_refuse_nothing(file: Path) -> None:
     result = _ppojob("validate", file, "--set", "checkpoint.everySteps=0")
     fine = _ppojob("validate", file)
 

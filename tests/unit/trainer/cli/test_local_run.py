@@ -58,7 +58,7 @@ def test_the_first_storage_wins(tmp_path: Path, storage: Path) -> None:
     )
 
 
-def test_a_path_that_is_nowhere_is_refused_with_the_option_that_mends_it(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused_with_the_option_that_fixes_it(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         localize(_manifest().spec, [tmp_path])
 

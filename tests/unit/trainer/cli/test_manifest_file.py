@@ -115,7 +115,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD_SPECS if bad.path != "kind"], ids=lambda bad: bad.name)
-def test_every_bad_spec_is_told_as_path_and_message(tmp_path: Path, bad: BadSpec) -> None:
+def test_every_bad_spec_is_reported_as_path_and_message(tmp_path: Path, bad: BadSpec) -> None:
     path = _file(tmp_path, yaml.safe_dump(bad.manifest()))
 
     with pytest.raises(SpecError) as caught:
@@ -190,7 +190,7 @@ def test_options_are_applied_in_their_order() -> None:
         ("actor=[1", "the value is not YAML"),
     ],
 )
-def test_an_option_that_names_nothing_is_refused_with_what_is_there(override: str, said: str) -> None:
+def test_an_option_that_names_nothing_is_refused_with_the_existing_names(override: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         _set(override)
 

@@ -31,7 +31,7 @@ def test_the_assumed_share_is_of_the_median_of_the_steps() -> None:
     assert cost.seconds(1) == pytest.approx(1.1)
 
 
-def test_two_layouts_tell_what_stays_from_what_is_divided() -> None:
+def test_two_layouts_distinguish_what_stays_from_what_is_divided() -> None:
     cost = fit_phase("gen", [Observation(1, 3.0), Observation(2, 2.5)])
 
     assert not cost.is_assumed
@@ -39,7 +39,7 @@ def test_two_layouts_tell_what_stays_from_what_is_divided() -> None:
     assert cost.seconds(4) == pytest.approx(2.25)
 
 
-def test_batches_of_different_lengths_tell_it_for_what_computes_all_tokens_at_once() -> None:
+def test_batches_of_different_lengths_distinguish_it_for_what_computes_all_tokens_at_once() -> None:
     seen = [Observation(2, 0.5 + tokens / 2, tokens) for tokens in (1.0, 2.0, 3.0)]
 
     cost = fit_phase("update_critic", seen)

@@ -53,7 +53,7 @@ async def test_the_end_of_a_run_waits_for_the_upload(make_run: MakeRun) -> None:
     assert run.world.time.now > 500
 
 
-async def test_steps_go_on_during_an_upload_and_the_next_export_waits_for_it(make_run: MakeRun) -> None:
+async def test_steps_continue_during_an_upload_and_the_next_export_waits_for_it(make_run: MakeRun) -> None:
     run = make_run(ScheduleMode.SERIAL, steps=4, save_every=2, export=Exporting(is_each=True, upload_s=1000.0))
 
     await run()

@@ -69,7 +69,7 @@ async def test_every_0_writes_the_last_checkpoint_alone_and_exports(make_run: Ma
     assert run.monitor.activities[-1] is Activity.FINISHED
 
 
-async def test_a_resumed_run_goes_on_after_its_step_with_the_state_of_the_checkpoint(make_run: MakeRun) -> None:
+async def test_a_resumed_run_continues_after_its_step_with_the_state_of_the_checkpoint(make_run: MakeRun) -> None:
     state = {"data": {"position": 2}, "kl": {"type": "Adaptive", "coefficient": 0.25}}
     run = make_run(steps=4, validate_every=1, found=Restored(2, state))
 

@@ -207,7 +207,7 @@ def assert_continues(whole: Run, before: Run, step: int, after: Run) -> None:
 
 @pytest.mark.parametrize("write_s", [None, 9.0])
 @pytest.mark.parametrize("most", MOST)
-async def test_a_run_that_is_killed_anywhere_goes_on_exactly(
+async def test_a_run_that_is_killed_anywhere_continues_exactly(
     make_run: MakeRun, most: int, write_s: float | None
 ) -> None:
     await check_kills(make_run, off(most), write_s, assert_continues)

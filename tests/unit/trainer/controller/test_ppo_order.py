@@ -102,7 +102,7 @@ async def test_phases_in_the_rollouts_pool_wait_for_its_end(make_run: MakeRun) -
     assert run.world.overlap("values 1", "generate 1")
 
 
-async def test_with_a_pool_of_its_own_the_rollout_streams_to_the_actor_too(make_run: MakeRun) -> None:
+async def test_with_a_separate_pool_the_rollout_streams_to_the_actor_too(make_run: MakeRun) -> None:
     pools = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "critic": "c", "reward": "c"}
     run = make_run(OVERLAPPED, steps=1, pool_of=pools)
 
@@ -117,7 +117,7 @@ SHARED = {"data": "a", "actor": "a", "rollout": "a", "rollout_shared": "c", "cri
 @pytest.mark.parametrize(
     ("slow", "waits", "goes_on"), [("", "old_log_prob", "values"), ("_shared", "values", "old_log_prob")]
 )
-async def test_a_pool_whose_engines_are_done_goes_on_while_those_of_another_write(
+async def test_a_pool_whose_engines_are_done_continues_while_those_of_another_generate(
     make_run: MakeRun, slow: str, waits: str, goes_on: str
 ) -> None:
     run = make_run(OVERLAPPED, steps=2, pool_of=SHARED, shared=["rollout_shared"])

@@ -97,7 +97,7 @@ def test_a_pool_of_several_nodes_changes_by_nodes() -> None:
     ]
 
 
-def test_one_pool_hears_only_of_more_gpus() -> None:
+def test_one_pool_is_recommended_only_more_gpus() -> None:
     recommendation = found(spec_of({"actor": (1, 2)}, ONE_POOL), steps_of(QUIET_CRITIC))
 
     assert layouts_of(recommendation) == [({"actor": (1, 3)}, 3, -20)]

@@ -96,7 +96,7 @@ def test_an_engine_that_is_done_takes_what_others_have_not_begun() -> None:
     assert queue.num_held("b") == 0
 
 
-def test_what_is_left_of_a_prompt_waits_for_whoever_is_free_first() -> None:
+def test_the_rest_of_a_prompt_waits_for_the_first_free_engine() -> None:
     engines = {"a": FakeCapacity(3), "b": FakeCapacity(100)}
     queue = queue_of([10] * 4, num_samples=4, engines=engines)
     first = queue.take("a")

@@ -67,7 +67,7 @@ def test_a_critic_that_is_busy_into_the_next_step_holds_the_values_up() -> None:
     assert found.busy["critic"] == pytest.approx(1.0)
 
 
-def test_a_reference_of_its_own_waits_for_nobody() -> None:
+def test_a_reference_in_a_separate_pool_waits_for_nobody() -> None:
     phases = {**MEASURED, "update_critic": 8.0}
 
     found = step_time(phases, layout(OVERLAPPED, {**SPLIT, "ref": "third"}))

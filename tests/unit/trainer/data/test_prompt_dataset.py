@@ -206,7 +206,7 @@ class TestLoader:
         assert [loader.next_batch().meta_info["epoch"] for _ in range(5)] == [0, 0, 1, 1, 2]
 
     @pytest.mark.parametrize("seen", range(7))
-    def test_resuming_goes_on_where_it_stopped(self, seen: int) -> None:
+    def test_resuming_continues_where_it_stopped(self, seen: int) -> None:
         loader = loader_of(dataset(10), 3, seed=5)
         expected = indices(loader, 12)
         first, second = (loader_of(dataset(10), 3, seed=5) for _ in range(2))

@@ -81,7 +81,7 @@ def test_a_save_in_the_background_holds_the_models_of_its_start(
         assert resumed.update(batch) == metrics, name
 
 
-def test_a_save_that_fails_in_the_background_is_told_once_by_name(
+def test_a_save_that_fails_in_the_background_is_reported_once_by_name(
     parallel: ParallelMesh, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **options: object) -> None:

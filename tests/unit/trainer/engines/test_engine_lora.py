@@ -124,7 +124,7 @@ def test_the_export_is_the_sum_with_the_adapters_beside_it(
     assert down.abs().max() > 0
 
 
-def test_a_run_goes_on_exactly_from_adapters_alone(
+def test_a_run_resumes_exactly_from_adapters_alone(
     parallel: ParallelMesh, model_path: Path, batch: DataProto, tmp_path: Path
 ) -> None:
     offload = Offload(parameters=True, optimizer=True)

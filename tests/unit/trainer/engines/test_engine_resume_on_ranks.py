@@ -61,13 +61,13 @@ def of_two(out: Path, model_path: Path) -> list[dict[str, Any]]:
     return [torch.load(out / f"rank-{rank}.pt") for rank in range(two_ranks.WORLD_SIZE)]
 
 
-def test_two_ranks_go_on_from_one_as_one_does(of_two: list[dict[str, Any]], of_one: dict[str, Any]) -> None:
+def test_two_ranks_resume_from_one_as_one_does(of_two: list[dict[str, Any]], of_one: dict[str, Any]) -> None:
     assert of_two[0]["first"] == of_two[1]["first"]
     assert of_two[0]["first"] == pytest.approx(of_one["first"], rel=1e-4, abs=1e-5)
     assert of_two[0]["second"] == pytest.approx(of_one["second"], rel=1e-3, abs=1e-4)
 
 
-def test_one_goes_on_from_what_two_saved_while_they_trained(
+def test_one_resumes_from_what_two_saved_while_they_trained(
     out: Path, of_two: list[dict[str, Any]], parallel: ParallelMesh, model_path: Path
 ) -> None:
     policy = two_ranks.make_policy(parallel, model_path)

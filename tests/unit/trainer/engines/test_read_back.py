@@ -50,7 +50,7 @@ def test_a_model_that_holds_what_came_passes() -> None:
     assert loaded(weights(), model).check(model)
 
 
-def test_a_weight_that_the_loader_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_that_the_loader_leaves_out_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = Fused()
     # Fewer numbers would hide behind the rows to spare, and count as a loader that changes weights.
     for extra, is_refused in ((3, True), (60, False)):
@@ -60,7 +60,7 @@ def test_a_weight_that_the_loader_leaves_out_is_told(caplog: pytest.LogCaptureFi
     assert "vLLM's loader for Fused leaves out 4 of 308 numbers" in caplog.text
 
 
-def test_a_weight_that_did_not_come_is_told() -> None:
+def test_a_weight_that_did_not_arrive_is_reported() -> None:
     model = Fused()
     loaded(weights(), model)
     newer = {name: tensor + 1 for name, tensor in weights().items() if name != "k"}

@@ -74,7 +74,7 @@ def test_a_manifest_in_the_folder_is_no_file_of_the_model(memory: MemoryStore, m
     assert set(manifest(memory)["files"]) == set(FILES)  # type: ignore[call-overload]
 
 
-def test_each_export_has_a_place_of_its_own(memory: MemoryStore, make_export: MakeExport) -> None:
+def test_each_export_has_a_separate_place(memory: MemoryStore, make_export: MakeExport) -> None:
     for step in (8, 16):
         export = make_export(step, has_own_place=True)
         assert upload(open_target(ADDRESS), export, lambda: None) == f"{ADDRESS}/step-{step}"

@@ -61,9 +61,7 @@ def test_the_marker_has_address_commit_and_sizes(hub: Hub, make_job: MakeJob) ->
     assert marker["files"]["model.safetensors"] == len(WEIGHTS)
 
 
-def test_python_files_come_with_trust_remote_code_alone_and_into_a_folder_of_their_own(
-    hub: Hub, make_job: MakeJob
-) -> None:
+def test_python_files_come_with_trust_remote_code_alone_and_into_a_separate_folder(hub: Hub, make_job: MakeJob) -> None:
     fetched(make_job())
     hub.repositories["models", MODEL].files["config.json"] = json.dumps({"auto_map": {}, "model_type": "own"}).encode()
 

@@ -106,7 +106,7 @@ def test_after_a_kill_another_one_takes_over_and_continues(
     assert not list(folder.parent.rglob("*.incomplete")), "nothing of the killed one is left"
 
 
-def test_a_process_that_is_told_to_end_leaves_its_lock(
+def test_a_process_that_is_asked_to_end_leaves_its_lock(
     hub: Hub, start: Start, make_job: MakeJob, shards: dict[str, bytes]
 ) -> None:
     hub.block_delay_s = 0.5

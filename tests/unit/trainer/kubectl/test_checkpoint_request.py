@@ -64,7 +64,7 @@ def test_the_answer_is_waited_for_and_its_step_printed(
     )
 
 
-def test_every_request_has_a_value_of_its_own(
+def test_every_request_has_a_different_value(
     cluster: MemoryCluster, ppo: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Trainer(cluster, monkeypatch, running())

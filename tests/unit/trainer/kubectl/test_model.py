@@ -313,7 +313,7 @@ def test_a_disk_that_is_too_small_is_refused(
     assert "use another disk" in ppo("model", "products", "-o", tmp_path / "out").stderr
 
 
-def test_a_kubectl_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kubectl_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ppojob_trainer.kubectl import client
 
     program = tmp_path / "kubectl"

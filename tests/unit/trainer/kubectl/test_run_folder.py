@@ -75,7 +75,7 @@ def test_after_the_end_a_pod_reads_the_claim_and_goes(running: MemoryCluster, pp
     assert spec["activeDeadlineSeconds"] == 900
 
 
-def test_tensorboard_is_served_by_a_pod_of_its_own_to_the_forwarded_port_alone(
+def test_tensorboard_is_served_by_a_separate_pod_to_the_forwarded_port_alone(
     running: MemoryCluster, ppo: Plugin
 ) -> None:
     result = ppo("dashboard", "products", "--tensorboard", "--port", "7000")

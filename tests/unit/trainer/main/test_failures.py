@@ -107,7 +107,7 @@ def test_what_only_the_driver_can_find_is_named_too(tmp_path: object) -> None:
     assert (foreign.reason, foreign.kind) == (Reason.CHECKPOINT_UNREADABLE, PERMANENT)
 
 
-def test_an_unknown_error_in_a_worker_is_told_with_its_class() -> None:
+def test_an_unknown_error_in_a_worker_is_reported_with_its_class() -> None:
     wrapped = WorkerFailedError("actor rank 0 failed in update_actor: ZeroDivisionError: division by zero")
     wrapped.__cause__ = ZeroDivisionError("division by zero")
 

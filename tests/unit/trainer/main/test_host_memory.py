@@ -63,7 +63,7 @@ def test_the_node_with_most_of_a_pipeline_is_counted(nodes: int, offloaded: floa
     assert (found.offloaded, found.staged) == pytest.approx((offloaded, offloaded / 2))
 
 
-def test_roles_on_hosts_of_their_own_are_counted_apart() -> None:
+def test_roles_on_separate_hosts_are_counted_separately() -> None:
     found = host_needs(spec(), sizes(1, 64, "a", "b", "b"))
 
     assert {host: [need.role for need in needs] for host, needs in found.items()} == {

@@ -70,7 +70,7 @@ def test_another_attempt_appends(tmp_path: Path) -> None:
     assert (tmp_path / "x.log").read_text() == "first\nsecond\n"
 
 
-def test_a_secret_is_in_neither_place_whoever_prints_it(tmp_path: Path) -> None:
+def test_a_secret_is_in_neither_place_whatever_prints_it(tmp_path: Path) -> None:
     body = """
         print("one hunter2.")
         os.write(2, b"two hunter2.")

@@ -168,7 +168,7 @@ def test_the_folder_of_a_run_will_do(tmp_path: Path) -> None:
     assert plot([tmp_path / "run"], tmp_path / "plot.png").exists()
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     paths = [_write(tmp_path / folder / "run", 2) for folder in ("a", "b")]
 
     assert plot_runs.names_of(paths) == ["a/run", "b/run"]

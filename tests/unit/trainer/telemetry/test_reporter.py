@@ -95,14 +95,14 @@ def test_a_reply_never_shortens_the_interval(endpoint: Any, start: Start, wait_u
     assert len(endpoint.reports) == 1
 
 
-def test_every_report_has_a_number_of_its_own(endpoint: Any, start: Start, wait_until: Wait) -> None:
+def test_every_report_has_a_different_number(endpoint: Any, start: Start, wait_until: Wait) -> None:
     start(endpoint.reporting).update(_report())
 
     wait_until(lambda: len(endpoint.reports) >= 3, "three reports")
     assert [report["number"] for report in endpoint.reports[:3]] == [1, 2, 3]
 
 
-def test_the_token_is_read_anew(endpoint: Any, start: Start, wait_until: Wait) -> None:
+def test_the_token_is_read_again(endpoint: Any, start: Start, wait_until: Wait) -> None:
     reporter = start(endpoint.reporting)
     reporter.update(_report(), now=True)
     wait_until(lambda: endpoint.reports, "the first report")
@@ -205,7 +205,7 @@ def test_a_slow_endpoint_does_not_hold_the_training(endpoint: Any, start: Start)
     assert time.monotonic() - began < 20, "each would have waited for the endpoint's second"
 
 
-def test_an_endpoint_that_is_away_costs_one_line_in_the_log(
+def test_an_unavailable_endpoint_costs_one_line_in_the_log(
     endpoint: Any, start: Start, wait_until: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as unused:

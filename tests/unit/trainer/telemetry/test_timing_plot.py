@@ -95,7 +95,7 @@ def test_a_step_that_was_done_again_is_shown_as_it_was_the_last_time() -> None:
     assert [round(span.start, 3) for span in lanes["a"]] == [0.1]
 
 
-def test_phases_of_a_pool_at_the_same_time_lie_in_tracks_of_their_own() -> None:
+def test_phases_of_a_pool_at_the_same_time_are_in_separate_tracks() -> None:
     spans = [Span("a", "p", "x", 1, 0, 2), Span("b", "p", "y", 1, 1, 3), Span("c", "p", "x", 1, 2, 4)]
 
     found = {span.name: (middle, height) for middle, height, span in timing_plot._in_tracks(spans, 0.0)}

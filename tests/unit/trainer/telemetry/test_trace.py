@@ -60,7 +60,7 @@ def test_before_the_end_only_the_bracket_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", ["", "\n]\n", ',\n{"name": "torn", "ph'], ids=["killed", "closed", "torn"])
-def test_a_resumed_run_goes_on_in_the_same_lanes(tmp_path: Path, tail: str) -> None:
+def test_a_resumed_run_continues_in_the_same_lanes(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "trace.json"
     trace = TraceWriter(path)
     _record(trace, "gen", "b", "rollout", 1.0)

@@ -70,7 +70,7 @@ def test_no_step_waits_for_a_service() -> None:
     assert (recorder.steps, recorder.is_closed) == ([1, 2, 3], True)
 
 
-def test_a_service_that_is_away_is_told_at_a_later_step() -> None:
+def test_an_unavailable_service_is_reported_at_a_later_step() -> None:
     recorder = _Recorder(fails=True)
     recorder.may_go.set()
     sink = BackgroundSink(recorder)

@@ -93,7 +93,9 @@ OF_NCCL = r"actor rank 0 ran out of memory during update_actor \(Cuda failure 2 
         ),
     ],
 )
-async def test_a_failure_is_told_with_role_rank_and_method(error: Exception, kind: type[Exception], words: str) -> None:
+async def test_a_failure_is_reported_with_role_rank_and_method(
+    error: Exception, kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words) as raised:
         await future_of(answer(error))
 
@@ -119,7 +121,7 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
         ("of_a_user", "during run: give the pool more memory"),
     ],
 )
-def test_memory_is_told_with_the_settings_of_the_role_that_take_less(role: str, settings: str) -> None:
+def test_memory_is_reported_with_the_settings_of_the_role_that_take_less(role: str, settings: str) -> None:
     failure = memory.explain_memory(OutOfMemoryError(RAYS_PAGE), role, 1, "run")
 
     assert settings in str(failure)
@@ -140,7 +142,7 @@ async def test_a_dead_rank_explains_the_broken_connections_of_its_peers(monkeypa
         await future_of(answer(broken), answer(ActorDiedError(), after_s=0.05))
 
 
-async def test_an_error_without_a_name_is_told_before_the_broken_connections_of_its_peers() -> None:
+async def test_an_error_without_a_name_is_reported_before_the_broken_connections_of_other_ranks() -> None:
     broken, wrong = task_error(DistBackendError("remote process exited")), task_error(RuntimeError("shapes do not fit"))
 
     with pytest.raises(WorkerFailedError, match=r"rank 1 .* shapes do not fit"):

@@ -42,7 +42,7 @@ LOST = WorkerLostError("rollout rank 1 was lost")
 @pytest.mark.parametrize(
     ("failures", "told"), [((None, LOST), LOST), ((LOST, None, MEMORY), MEMORY), ((None, TimeoutError()), None)]
 )
-async def test_the_end_of_the_process_whose_rows_are_missed_is_told(
+async def test_the_end_of_the_process_whose_rows_are_missed_is_reported(
     failures: tuple[Exception | None, ...], told: Exception | None
 ) -> None:
     error = missed(MISSED)
@@ -57,7 +57,7 @@ async def test_the_end_of_the_process_whose_rows_are_missed_is_told(
         RolloutError("vLLM's workers failed in ppojob_receive_weights: Connection closed by peer"),
     ],
 )
-async def test_whoever_is_gone_explains_why_the_others_do_not_reach_it(cause: Exception) -> None:
+async def test_a_lost_process_explains_why_the_others_do_not_reach_it(cause: Exception) -> None:
     error = missed(cause)
     assert await explained(error, groups(None, MEMORY)) is MEMORY
     assert await explained(error, groups(None, None)) is error

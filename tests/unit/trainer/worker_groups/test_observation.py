@@ -203,7 +203,7 @@ def _output_of_a_call(seconds: float) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
 
 
-def test_a_call_that_hangs_tells_where_and_where_its_children_are() -> None:
+def test_a_call_that_hangs_reports_where_and_where_its_children_are() -> None:
     told = _output_of_a_call(5.0)
 
     assert "rollout rank 0 still runs generate: phase gen of step 7 reaches its limit in 0.0 s" in told
@@ -213,7 +213,7 @@ def test_a_call_that_hangs_tells_where_and_where_its_children_are() -> None:
     assert "in_the_child" in told or "ermission" in told
 
 
-def test_a_call_that_ends_in_time_tells_nothing() -> None:
+def test_a_call_that_ends_in_time_reports_nothing() -> None:
     assert _output_of_a_call(0.0) == ""
 
 

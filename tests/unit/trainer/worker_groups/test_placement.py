@@ -65,7 +65,7 @@ def test_roles_that_share_a_gpu_have_equal_parts_that_fit() -> None:
     assert gpu_fraction(three, "one") * 3 <= 1
 
 
-def test_a_reference_that_is_the_actor_takes_no_part_of_its_own() -> None:
+def test_a_reference_that_is_the_actor_takes_no_separate_part() -> None:
     spec = spec_of(model={"actor": {"path": "/m", "lora": {"rank": 8}}})
 
     assert spec.placement.ref == "big"
@@ -112,7 +112,7 @@ def test_users_workers_have_their_processes_and_where_they_ask_for_it_a_part_of_
     assert gpu_fraction(on_gpu, "big") == 0.25, "actor, rollout, and two processes in one of the bundles"
 
 
-def test_this_machine_stands_for_all_pools() -> None:
+def test_this_machine_has_the_resources_of_all_pools() -> None:
     assert local_resources(spec_of()) == {"pool_big": 2.0, "pool_small": 1.0}
 
 

@@ -160,7 +160,7 @@ def test_out_of_memory_and_other_failures_are_no_loss_of_an_engine(
     assert type(found.value) is raised
 
 
-def test_a_new_generation_drops_what_is_left_of_the_one_before(replica: Replica) -> None:
+def test_a_new_generation_drops_the_rest_of_the_one_before(replica: Replica) -> None:
     replica.give([1, 2], generation=1)
     replica.engine.finish(1)
     assert replica.collect(2) is None

@@ -26,13 +26,13 @@ from tests.unit.trainer.worker_groups.fake_processes import (
 )
 
 
-async def test_a_replica_is_told_of_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
+async def test_a_replica_receives_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
     rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train", as_group(holders))
     await rollout.begin_load()
     assert replicas.calls[RolloutWorker.begin_load] == [["1"], ["3"]]
 
 
-async def test_a_replica_with_a_gpu_of_its_own_is_told_of_no_other(replicas: Processes) -> None:
+async def test_a_replica_with_one_gpu_receives_no_others(replicas: Processes) -> None:
     await RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train").begin_load()
     assert replicas.calls[RolloutWorker.begin_load] == [[], []]
 
@@ -50,7 +50,7 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
     await weights.push(1)
 
 
-async def test_in_a_pool_of_their_own_all_workers_meet_rank_zero(replicas: Processes, holders: Processes) -> None:
+async def test_in_a_separate_pool_all_workers_connect_to_rank_zero(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "rollout": ["write"]})
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
     sent = await weights.connect()

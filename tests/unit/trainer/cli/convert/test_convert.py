@@ -107,7 +107,7 @@ def test_a_usual_script_is_converted_completely(runs: bool, script: str) -> None
     assert spec.model.critic.path is None, "the same model as the actor's"
 
 
-def test_what_the_user_must_fill_in_stands_at_the_files_head(script: str) -> None:
+def test_what_the_user_must_fill_in_is_at_the_files_head(script: str) -> None:
     text = convert(read([script], Options(runs=False))).to_yaml()
 
     assert "#   spec.image: " in text
@@ -192,7 +192,7 @@ def test_without_a_function_the_data_source_chooses_it() -> None:
     assert value_at(converted(), "reward.function.module") == "ppojob_trainer.rewards.by_data_source"
 
 
-def test_validation_takes_the_likeliest_token_unless_told_to_sample() -> None:
+def test_validation_takes_the_likeliest_token_unless_it_samples() -> None:
     base = "actor_rollout_ref.rollout.val_kwargs"
 
     assert value_at(converted(f"{base}.temperature=0.7"), "rollout.validation.temperature") == 0.0
@@ -200,7 +200,7 @@ def test_validation_takes_the_likeliest_token_unless_told_to_sample() -> None:
     assert value_at(sampled, "rollout.validation") == {"temperature": 0.7, "samplesPerPrompt": 4}
 
 
-def test_with_adapters_the_reference_has_nothing_of_its_own() -> None:
+def test_with_adapters_the_reference_has_no_settings() -> None:
     conversion = converted(
         "actor_rollout_ref.model.lora_rank=8",
         "actor_rollout_ref.model.target_modules=[q_proj,v_proj]",
@@ -267,7 +267,7 @@ def test_a_setting_that_cannot_be_converted_is_listed_with_the_reason(word: str,
     assert why in unconverted(conversion)[word.partition("=")[0]]
 
 
-def test_a_value_that_our_checks_refuse_is_told_and_the_file_is_no_valid_one() -> None:
+def test_a_value_that_our_checks_refuse_is_reported_and_the_file_is_invalid() -> None:
     conversion = convert(read_arguments([*SAID, "data.train_batch_size=100"]))
 
     refused = {entry.name for entry in conversion.entries if entry.kind is Target.REFUSED}

@@ -92,7 +92,7 @@ class TestPools:
 
         assert "responses are not rejected" in unconverted(conversion)["algorithm.rollout_correction.rollout_rs"]
 
-    def test_a_reward_model_may_have_gpus_of_its_own(self) -> None:
+    def test_a_reward_model_may_have_separate_gpus(self) -> None:
         words = ("enable=True", "enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=4")
 
         pools, placement = self.pools(*(f"reward_model.{word}" for word in words))
