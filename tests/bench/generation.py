@@ -37,7 +37,8 @@ from tests.bench.workload import VARIED_MEAN
 
 if TYPE_CHECKING:
     # vLLM must find its environment set.
-    from ppojob_trainer.engines.rollout.engine import Generation, RolloutEngine
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
+    from ppojob_trainer.engines.rollout.generation import Generation
 
 WARM_UP_BATCHES = 2
 RUN_LIMIT_S = 600.0

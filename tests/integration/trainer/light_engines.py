@@ -13,7 +13,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Capacity, Drafts, SamplingOptions
+from ppojob_trainer.engines.rollout.generation import Generation
+from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink, WeightReceiver
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -33,17 +33,6 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 NUM_TENSORS, SHAPE = 3, (64, 64)
 LOST_IN_PUSH = 3
 """The version that the engine of rank 1 does not receive to the end: its node is killed."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """See `engines.rollout.engine.Generation`."""
-
-    token_ids: list[int]
-    log_probs: list[float] | None
-    finish_reason: str = "length"
-    drafts: Drafts = NO_DRAFTS
-    versions: list[int] | None = None
 
 
 def response_of(seed: int, weights: float) -> list[int]:
@@ -72,11 +61,11 @@ class LightEngine:
 
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
-    ) -> AsyncIterator[tuple[int, Response]]:
+    ) -> AsyncIterator[tuple[int, Generation]]:
         for index, seed in enumerate(seeds):
             await asyncio.sleep(0.2)
             tokens = response_of(seed, self._weights)
-            yield index, Response(tokens, [0.0] * len(tokens))
+            yield index, Generation(tokens, [0.0] * len(tokens), "length")
 
     async def connect_weights(self, places: Sequence[tuple[WeightLink, int]]) -> list[dict[str, int]]:
         if self._receiver is not None:

@@ -68,7 +68,7 @@ class _Engine:
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
     ) -> AsyncIterator[tuple[int, Any]]:
-        from ppojob_trainer.engines.rollout.engine import Generation
+        from ppojob_trainer.engines.rollout.generation import Generation
 
         for position, seed in enumerate(seeds):
             length = self.length - seed % 7

@@ -13,12 +13,11 @@ import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import vllm
 from vllm import AsyncEngineArgs, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -27,13 +26,12 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from ppojob_api.v1alpha1.engine_rules import SCHEDULING_ARGS
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.rollout.generation import Generation
 from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
-    NO_DRAFTS,
     SCHEDULER,
     Capacity,
-    Drafts,
     RolloutOptions,
     SamplingOptions,
     engine_arguments,
@@ -48,24 +46,6 @@ from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
 SLEEP_LEVEL_DISCARD: Final = 2
 _NO_UPDATE: Final = "default"
 """vLLM's label of the weights that it loaded at its start."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One response: its tokens, their log-probs (nats) under the distribution they were sampled from, why it ended.
-
-    log_probs is None if the sampling options did not request them. drafts: with `rollout.speculative` alone. versions:
-    of the weights that sampled each token; None unless the options let weights change in flight. experts: of each token
-    of prompt and response but the last, [tokens - 1, layers, experts of a token], uint8 or uint16; None unless the
-    sampling options request them.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float] | None
-    finish_reason: str
-    drafts: Drafts = NO_DRAFTS
-    versions: list[int] | None = None
-    experts: np.ndarray[Any, Any] | None = None
 
 
 class RolloutEngine:

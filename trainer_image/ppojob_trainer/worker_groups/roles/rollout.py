@@ -43,7 +43,7 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 if TYPE_CHECKING:
     # vLLM takes seconds to import.
-    from ppojob_trainer.engines.rollout.engine import Generation
+    from ppojob_trainer.engines.rollout.generation import Generation
 
 __all__ = [
     "Collected",
