@@ -77,12 +77,13 @@ def lengths(number: int, longest: int, generator: torch.Generator) -> torch.Tens
 
 
 def batch_of(prompts: torch.Tensor, responses: torch.Tensor) -> DataProto:
-    """Return a batch with all columns that have a value for each token."""
+    """Return a batch with all columns that have a value for each token, those of a model without experts."""
     of_tokens = {"prompt": prompts, "sequence": prompts + responses, "response": responses}
     return DataProto.from_dict(
         {
             name: Ragged(torch.zeros(int(of_tokens[field.tokens].sum()), dtype=field.dtype), of_tokens[field.tokens])
             for name, field in FIELDS.items()
+            if name != Keys.ROUTED_EXPERTS
         }
     )
 
