@@ -46,14 +46,14 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
 
     run_ranks(dims, tmp_path, tmp_path, stage_ranks.live_bytes)
 
-    # A message between stages is 0.8 % of what a stage of this model holds.
-    near = 0.02 if dims.pipeline > 1 else 0.01
+    # On a busy machine, a rank was seen to hold 0.32 MB more for a moment: less than the rows of one exchange.
+    in_flight = TOKENS * EXPERTS * HIDDEN * 2
     for rank in range(dims.world_size):
         planned = stages[rank // dims.of_stage]
         seen = torch.load(tmp_path / f"rank-{rank}.pt")
-        assert seen["idle"] == pytest.approx(planned.weights + planned.optimizer, rel=near), rank
-        assert seen["update"] == pytest.approx(planned.update, rel=near), rank
-        assert seen["forward"] - planned.optimizer == pytest.approx(planned.forward, rel=near), rank
+        assert seen["idle"] == pytest.approx(planned.weights + planned.optimizer, rel=0.01), rank
+        for peak, expected in (("update", planned.update), ("forward", planned.forward + planned.optimizer)):
+            assert 0.99 * expected < seen[peak] < 1.01 * expected + in_flight, (rank, peak, seen[peak], expected)
 
 
 def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
