@@ -58,7 +58,8 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
     Raises:
         ProtocolError: the recording is of another model.
     """
-    if num_experts(backbone.config) is None:
+    config: Any = backbone.config
+    if num_experts(config) is None:
         return
     found = list(routers(backbone))
     num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
