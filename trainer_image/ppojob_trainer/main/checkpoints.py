@@ -17,6 +17,7 @@ from ppojob_trainer.controller.errors import PhaseTimeoutError
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.controller.storage_ports import Restored
 from ppojob_trainer.engines.errors import CheckpointUnreadableError as EngineCheckpointError
+from ppojob_trainer.engines.errors import CheckpointUnwritableError
 from ppojob_trainer.main.groups import Groups
 from ppojob_trainer.worker_groups.errors import WorkerFailedError
 from ppojob_trainer.worker_groups.roles.trained import EngineWorker
@@ -71,9 +72,11 @@ class JobCheckpoints:
         """See `CheckpointPort`.
 
         Raises:
+            CheckpointUnwritableError: the storage refuses it, for example because it is full.
             FencedOutError: a newer attempt owns the place.
         """
-        location = await asyncio.to_thread(self._store.begin, step)
+        with _as_unwritable(step):
+            location = await asyncio.to_thread(self._store.begin, step)
         with self._abandoning(step):
             saving = self._calls(EngineWorker.save, location, in_background)
             files = _queued(location, len(batches))
@@ -84,12 +87,14 @@ class JobCheckpoints:
         """See `CheckpointPort`.
 
         Raises:
+            CheckpointUnwritableError: see `stage`.
             FencedOutError: a newer attempt owns the place.
             PhaseTimeoutError: the ranks did not write it in time.
         """
         with self._abandoning(step):
             await self._until_written()
-        done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
+        with _as_unwritable(step):
+            done = await asyncio.to_thread(self._store.commit, step, state=state, keep=keep)
         return done.location
 
     @contextmanager
@@ -123,6 +128,18 @@ class JobCheckpoints:
         return CheckpointUnreadableError.of(
             found.location, str(error.__cause__), older=self._store.older_than(found.step)
         )
+
+
+@contextmanager
+def _as_unwritable(step: int) -> Iterator[None]:
+    """Raise the storage's refusal of the checkpoint's folder as the ranks raise that of their files."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointUnwritableError(
+            f"the checkpoint of step {step} cannot be written: {error}. Check the storage's free space and "
+            "permissions; earlier checkpoints are complete"
+        ) from error
 
 
 def _num_queued(found: Checkpoint) -> int:
