@@ -233,6 +233,10 @@ e2e: install ## Run whole jobs on the cluster.
 long: install ## Run the tests that take many minutes each: many ranks, a job that is stopped and moved, faults, real queues, enforced NetworkPolicies.
 	$(PYTEST) tests/unit tests/integration tests/e2e -m long
 
+.PHONY: soak
+soak: install ## Run 24 jobs one after the other with a fault each minute: about two hours (SOAK_JOBS=24).
+	SOAK_JOBS=$(or $(SOAK_JOBS),24) $(PYTEST) tests/e2e/test_soak.py -m long --capture=no
+
 # --- a release ---
 
 .PHONY: contract

@@ -1,7 +1,7 @@
 """Measures workload W in several placements and schedules, one after the other on this machine, and prints ratios.
 
     python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--engine-alone]
-        [--verl [PYTHON]]
+        [--prompts N] [--response-tokens N] [--verl [PYTHON]]
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
 the steps after the warm-up. With --verl the peer verl does the same work on the same GPUs afterwards, and stands beside
@@ -34,7 +34,7 @@ def main() -> None:
     # What runs is ended by what stands after it.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = _arguments()
-    size = replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied")
+    size = _size(arguments)
     output: Path = arguments.output.absolute()
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,15 @@ def main() -> None:
     (output / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
+def _size(arguments: argparse.Namespace) -> workload.Size:
+    size = replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied")
+    if arguments.prompts is not None:
+        size = replace(size, num_prompts=arguments.prompts)
+    if arguments.response_tokens is not None:
+        size = replace(size, response_tokens=arguments.response_tokens)
+    return size
+
+
 def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the job of a layout, as the command line wants it."""
     job = workload.job(data, size, sections, arguments.steps, arguments.device)
@@ -85,6 +94,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="default: all that are found; 2 processes with --device CPU")
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="0.5B")
     parser.add_argument("--lengths", choices=("equal", "varied"), default="equal", help="of the responses")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of a step, a multiple of 4 (default: 256; tiny: 8)")
+    parser.add_argument("--response-tokens", type=int, metavar="N", help="at most (default: 512; tiny: 16)")
     parser.add_argument("--layouts", help="comma-separated; default: all that use all GPUs")
     parser.add_argument("--steps", type=int, default=10, help=f"more than the {WARM_UP_STEPS} of the warm-up")
     parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
@@ -104,6 +115,10 @@ def _arguments() -> argparse.Namespace:
         arguments.layouts = {name: layout(name, arguments.gpus) for name in names}
     except ValueError as error:
         parser.error(f"--layouts {','.join(names)}: {error}")
+    if arguments.prompts is not None and (arguments.prompts < 1 or arguments.prompts % workload.NUM_MINIBATCHES):
+        parser.error(f"--prompts {arguments.prompts}: a step has {workload.NUM_MINIBATCHES} minibatches, so give a multiple")
+    if arguments.verl is not None and (arguments.prompts, arguments.response_tokens) != (None, None):
+        parser.error("--prompts and --response-tokens: verl is measured with workload W alone")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
     if arguments.verl is not None:

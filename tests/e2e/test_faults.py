@@ -8,7 +8,7 @@ recovery takes is never asserted. Only the faults of the selected tests are inje
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,21 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Site
+from tests.e2e.faults import (
+    ACTOR,
+    CRITIC,
+    HEAD,
+    Injection,
+    delete_cluster,
+    delete_operator,
+    delete_pod,
+    drain,
+    kill_component,
+    pods,
+    send_signal,
+)
 from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, records, small_pools
-from tools.cluster.addresses import NODE_NAME
-from tools.cluster.cluster import is_healthy
 from tools.cluster.command import run
-from tools.cluster.processes import Processes
 from tools.cluster.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
@@ -43,87 +53,20 @@ CHANGES: dict[str, Any] = {
     "checkpoint": {"everySteps": EVERY_STEPS, "export": "Never", "async": False, "keep": 1},
 }
 HEADING = "| fault | reason | steps lost | to the next new step, s | retries |\n|---|---|---|---|---|"
-ACTOR, CRITIC = "ppojob.dev/pool=actor", "ppojob.dev/pool=critic"
-HEAD = "ray.io/node-type=head"
-KILL = """
-import os, pathlib, re, sys
-for folder in sorted(pathlib.Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
-    try:
-        command = (folder / "cmdline").read_bytes().replace(bytes(1), b" ").decode()
-    except OSError:
-        continue
-    if int(folder.name) != os.getpid() and re.search(sys.argv[1], command):
-        os.kill(int(folder.name), int(sys.argv[2]))
-        print(command)
-        break
-else:
-    sys.exit(f"no process is {sys.argv[1]}")
-"""
-"""Sends a signal to the first process whose command line has a match."""
 DISK_BYTES = 10 * 2**30
 """Of the disk with the job's files: room for two checkpoints, of 3.3 GB each."""
 OUTAGE_SECONDS = 30
 
 
-def pods(site: Site, selector: str) -> list[str]:
-    found = site.get("pods", f"--selector=ppojob.dev/job={NAME},{selector}")["items"]
-    return sorted(pod["metadata"]["name"] for pod in found)
-
-
-def delete_pod(selector: str) -> Callable[[Site], None]:
-    def inject(site: Site) -> None:
-        site.kubectl("delete", "pod", pods(site, selector)[-1], "--force", "--grace-period=0")
-
-    return inject
-
-
-def send_signal(selector: str, command: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Site], None]:
-    def inject(site: Site) -> None:
-        container = "ray-head" if selector == HEAD else "ray-worker"
-        where = (pods(site, selector)[-1], f"--container={container}")
-        site.kubectl("exec", *where, "--", "python", "-c", KILL, command, str(int(number)))
-
-    return inject
-
-
-def drain(site: Site) -> None:
-    """Drain the node of the critic's pods, and permit pods on it again once they are gone."""
-    selector = f"--pod-selector=ppojob.dev/job={NAME},{CRITIC}"
-    try:
-        site.kubectl("drain", NODE_NAME, selector, "--force", "--delete-emptydir-data", "--timeout=300s", limit=330)
-    finally:
-        site.kubectl("uncordon", NODE_NAME)
-
-
-def delete_cluster(site: Site) -> None:
-    site.kubectl("delete", "raycluster", site.job(NAME)["status"]["rayCluster"]["name"], "--wait=false")
-
-
-def delete_operator(site: Site) -> None:
-    site.kubectl("delete", "pods", "--selector=app.kubernetes.io/name=ppojob-operator", "--force", "--grace-period=0")
-
-
-def kill_api_server(site: Site) -> None:
-    """Kill the API server, and start it again after a while."""
-    processes = Processes(site.cluster.layout)
-    record = processes.record("kube-apiserver")
-    assert record is not None
-    os.kill(record.pid, signal.SIGKILL)
-    time.sleep(OUTAGE_SECONDS)
-    processes.stop("kube-apiserver")
-    processes.start("kube-apiserver", record.command)
-    wait_until("the API server", lambda: "" if is_healthy(site.cluster.layout) else "not ready", limit=120, interval=1)
-
-
-def fill_disk(site: Site) -> None:
+def fill_disk(site: Site, job: str) -> None:
     """Leave no room on the job's disk until its attempt has failed."""
-    attempt, filler = site.job(NAME)["status"]["attempt"], site.root(NAME) / "filler"
+    attempt, filler = site.job(job)["status"]["attempt"], site.root(job) / "filler"
     free = os.statvfs(filler.parent)
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
 
     def missing() -> str:
-        failed = site.job(NAME)["status"].get("lastFailure", {}).get("attempt")
+        failed = site.job(job)["status"].get("lastFailure", {}).get("attempt")
         return "" if failed == attempt else f"the last failed attempt is {failed}"
 
     try:
@@ -158,7 +101,7 @@ class Fault:
     RayCluster is replaced.
     """
 
-    inject: Callable[[Site], None]
+    inject: Injection
     reasons: tuple[str, ...] = ()
     counted: str = "infrastructure"
     new_cluster: bool = False
@@ -179,7 +122,9 @@ FAULTS = {
     "the disk is full when a checkpoint is saved": Fault(fill_disk, ("CheckpointUnwritable",), counted="user"),
     "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
     "the operator's pod is deleted": Fault(delete_operator),
-    f"the API server is killed, and started after {OUTAGE_SECONDS} s": Fault(kill_api_server),
+    f"the API server is killed, and started after {OUTAGE_SECONDS} s": Fault(
+        kill_component("kube-apiserver", OUTAGE_SECONDS)
+    ),
     "the RayCluster is deleted": Fault(delete_cluster, ("ClusterDeleted",), counted="ignored", new_cluster=True),
     "the head's pod is deleted": Fault(delete_pod(HEAD), ("HeadLost",), new_cluster=True),
 }
@@ -222,7 +167,7 @@ def recoveries(site: Site, disk: None, request: pytest.FixtureRequest) -> Iterat
     for words, fault in selected.items():
         # A checkpoint is saved and a step after it is done, so that there is something to lose.
         await_step(site, NAME, (step // EVERY_STEPS + 1) * EVERY_STEPS + 1)
-        assert len(pods(site, CRITIC)) == 2
+        assert len(pods(site, NAME, CRITIC)) == 2
         found[words] = recover(site, fault)
         step = max(records(site, NAME))
         print(f"\n{row(words, found[words])}", end="", flush=True)
@@ -241,7 +186,7 @@ def selected_faults(items: Sequence[pytest.Item]) -> dict[str, Fault]:
 
 def recover(site: Site, fault: Fault) -> Recovery:
     before, last, moment = site.job(NAME)["status"], max(records(site, NAME)), time.time()
-    fault.inject(site)
+    fault.inject(site, NAME)
     attempt, resumed_after = before["attempt"], last
     if fault.reasons:
         attempt += 1

@@ -13,6 +13,8 @@ from tools.cluster.waiting import wait_until
 
 PROCESS = "kuberay"
 CRD_NAME = "rayclusters.ray.io"
+RECONCILERS = 8
+"""RayClusters that KubeRay reconciles at the same time, as docs/install.md recommends. Its default is 1."""
 
 
 def install_crds(layout: Layout) -> None:
@@ -31,6 +33,7 @@ def start(layout: Layout, processes: Processes) -> None:
         [
             layout.bin / "ray-operator",
             "--enable-leader-election=false",
+            f"--reconcile-concurrency={RECONCILERS}",
             f"--metrics-addr=127.0.0.1:{KUBERAY_METRICS_PORT}",
             f"--health-probe-bind-address=127.0.0.1:{KUBERAY_HEALTH_PORT}",
         ],
