@@ -1,7 +1,7 @@
 """Compares ways to divide a policy over two GPUs, in updates alone, in one run; prints ratios to the first.
 
     python -m tests.bench.bench_parallel --output DIR [--shape 1.5B] [--layouts data-2,tensor-2,pipeline-2]
-        [--micro-batches 16] [--device CUDA]
+        [--micro-batches 16] [--device CUDA] [--profile]
 
 Without Ray and vLLM: two processes with a GPU each (`parallel_updates` has the layouts' names). All layouts update the
 same weights with the same sequences. Rows whose first gradient norms differ by more than 2 % are not the same work; the
@@ -36,7 +36,7 @@ def main() -> None:
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, workload.size_of(arguments.shape), 1)
     stores = {name: listen("127.0.0.1", _LIMIT_S) for name in arguments.layouts}
-    work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates]
+    work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates, int(arguments.profile)]
     ports = [f"{name}:{store.port}" for name, store in stores.items()]
     try:
         run_two_ranks(parallel_updates, [arguments.device, data / "model", output, *work, *ports], limit=_LIMIT_S)
@@ -95,6 +95,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
     parser.add_argument("--micro-batches", type=int, default=16, help="of a pipeline; data parallel ranks have half")
     parser.add_argument("--updates", type=int, default=3, help="after two updates that do not count")
+    parser.add_argument(
+        "--profile", action="store_true", help="of one more update of each layout, into OUTPUT/profile-LAYOUT-RANK.txt"
+    )
     arguments = parser.parse_args()
     arguments.layouts = arguments.layouts.split(",")
     if unknown := [name for name in arguments.layouts if name not in parallel_updates.LAYOUTS]:

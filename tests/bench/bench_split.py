@@ -116,7 +116,9 @@ def _arguments() -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--layouts {','.join(names)}: {error}")
     if arguments.prompts is not None and (arguments.prompts < 1 or arguments.prompts % workload.NUM_MINIBATCHES):
-        parser.error(f"--prompts {arguments.prompts}: a step has {workload.NUM_MINIBATCHES} minibatches, so give a multiple")
+        parser.error(
+            f"--prompts {arguments.prompts}: a step has {workload.NUM_MINIBATCHES} minibatches, so give a multiple"
+        )
     if arguments.verl is not None and (arguments.prompts, arguments.response_tokens) != (None, None):
         parser.error("--prompts and --response-tokens: verl is measured with workload W alone")
     if arguments.steps <= WARM_UP_STEPS:

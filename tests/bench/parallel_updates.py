@@ -1,19 +1,22 @@
 """One of two processes that update a policy in several layouts and write their times as JSON.
 
-`python -m tests.bench.parallel_updates RANK DEVICE MODEL OUT ROWS TOKENS MICRO_BATCHES UPDATES NAME:PORT...`. Started
-by `bench_parallel`; CUDA_VISIBLE_DEVICES names the GPU.
+`python -m tests.bench.parallel_updates RANK DEVICE MODEL OUT ROWS TOKENS MICRO_BATCHES UPDATES PROFILE NAME:PORT...`.
+PROFILE 1: one more update of each layout runs under torch's profiler. Started by `bench_parallel`;
+CUDA_VISIBLE_DEVICES names the GPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import profiler
+from torch.profiler import ProfilerActivity
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
@@ -40,9 +43,20 @@ _PROMPT_SHARE, _WARM_UP = 4, 2
 
 
 def measure(
-    parallel: ParallelMesh, model: Path, batch: DataProto, max_tokens: int, updates: int, *, is_compiled: bool
+    parallel: ParallelMesh,
+    model: Path,
+    batch: DataProto,
+    max_tokens: int,
+    updates: int,
+    *,
+    is_compiled: bool,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Return seconds of each update after two, the peak of this GPU's memory in GB, MFU and the first gradient norm."""
+    """Return seconds of each update after two, the peak of this GPU's memory in GB, MFU and the first gradient norm.
+
+    Args:
+        profile: file for the kernels and operations of one more update, those with the most time first.
+    """
     has_gpu = parallel.device.type == "cuda"
     engine = policy_engine(
         parallel,
@@ -58,6 +72,8 @@ def measure(
         engine.update(batch)
     last: dict[str, float] = {}
     seconds = [seconds_of(lambda: last.update(engine.update(batch))) for _ in range(updates)]
+    if profile is not None:
+        profile.write_text(_profile_of(lambda: engine.update(batch), has_gpu=has_gpu), encoding="utf-8")
     return {
         "seconds": seconds,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
@@ -66,12 +82,23 @@ def measure(
     }
 
 
+def _profile_of(work: Callable[[], object], *, has_gpu: bool) -> str:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+    with profiler.profile(activities=activities) as found:
+        work()
+        if has_gpu:
+            torch.cuda.synchronize()
+    orders = ["self_cuda_time_total", "self_cpu_time_total"] if has_gpu else ["self_cpu_time_total"]
+    averages = found.key_averages()
+    return "\n".join(averages.table(sort_by=order, row_limit=25, max_name_column_width=90) for order in orders)
+
+
 def main() -> None:
     """Measure this rank's part of every layout."""
     rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-    rows, tokens, micro_batches, updates = map(int, sys.argv[5:9])
+    rows, tokens, micro_batches, updates, is_profiled = map(int, sys.argv[5:10])
     found: dict[str, Any] = {}
-    for argument in sys.argv[9:]:
+    for argument in sys.argv[10:]:
         name, port = argument.split(":")
         dims, is_compiled = LAYOUTS[name]
         prompt = tokens // _PROMPT_SHARE
@@ -83,7 +110,13 @@ def main() -> None:
         if device is Device.CUDA:
             torch.cuda.reset_peak_memory_stats()
         work = partial(
-            measure, model=model, batch=shard, max_tokens=max_tokens, updates=updates, is_compiled=is_compiled
+            measure,
+            model=model,
+            batch=shard,
+            max_tokens=max_tokens,
+            updates=updates,
+            is_compiled=is_compiled,
+            profile=out / f"profile-{name}-{rank}.txt" if is_profiled else None,
         )
         found[name] = in_layout(device, rank, dims, int(port), work, limit_s=300)
         (out / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
