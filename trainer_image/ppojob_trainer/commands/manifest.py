@@ -22,6 +22,7 @@ from ppojob_api.v1alpha1.validation import FieldError, SpecError, parse_manifest
 from ppojob_trainer.commands.kubernetes_yaml import in_one_line, parse_all
 from ppojob_trainer.commands.local_paths import with_absolute_paths
 from ppojob_trainer.commands.overrides import apply_override
+from ppojob_trainer.commands.own_modules import module_errors
 
 
 class ManifestError(ValueError):
@@ -76,7 +77,10 @@ def load(
         apply_override(raw, override)
     if folder is not None:
         raw = with_absolute_paths(raw, folder)
-    return Manifest(*parse_manifest(raw, partial(parse_among, documents=known)))
+    manifest = Manifest(*parse_manifest(raw, partial(parse_among, documents=known)))
+    if errors := module_errors(manifest.spec):
+        raise SpecError(errors)
+    return manifest
 
 
 def load_templates(path: Path) -> list[dict[str, Any]]:

@@ -204,3 +204,34 @@ def test_a_value_of_the_wrong_type_is_refused_by_the_spec(good: Path) -> None:
 
 def test_a_number_may_be_written_with_an_exponent(good: Path) -> None:
     assert load(good, ["actor.learningRate=1e-5"]).spec.actor.learning_rate == 1e-5
+
+
+# Modules of this package.
+
+
+def test_a_module_that_this_package_does_not_have_is_refused_with_the_one_that_may_be_meant(good: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(good, ["reward={function: {module: ppojob_trainer.rewards.gsm8kk}}"])
+
+    [problem] = problems(caught.value)
+    assert problem == (
+        "spec.reward.function.module: 'ppojob_trainer.rewards.gsm8kk': this version of ppojob_trainer has no such "
+        "module: did you mean ppojob_trainer.rewards.gsm8k?"
+    )
+
+
+def test_a_module_in_the_arguments_of_another_one_is_looked_up_too(good: Path) -> None:
+    weighted = (
+        "{module: ppojob_trainer.rewards.weighted, kwargs: {functions: [{name: a, module: ppojob_trainer.no.a}]}}"
+    )
+
+    with pytest.raises(SpecError, match=r"spec\.reward\.function\.kwargs\.functions\[0\]\.module: 'ppojob_trainer\.no"):
+        load(good, [f"reward={{function: {weighted}}}"])
+
+
+@pytest.mark.parametrize("module", ["ppojob_trainer.rewards.gsm8k", "ppojob_trainer_of_mine.rewards", "team.rewards"])
+def test_existing_modules_and_those_of_other_packages_are_accepted(good: Path, module: str) -> None:
+    manifest = load(good, [f"reward={{function: {{module: {module}}}}}"])
+
+    assert manifest.spec.reward.function is not None
+    assert manifest.spec.reward.function.module == module
