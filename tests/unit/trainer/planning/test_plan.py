@@ -125,6 +125,29 @@ def test_the_cache_by_hand(tmp_path: Path) -> None:
     assert engine.num_sequences == 8
 
 
+def test_an_engine_in_fp8_has_smaller_weights_and_reads_them_faster(tmp_path: Path) -> None:
+    """A million parameters, of which the embedding stays in bfloat16. Those that are sent stay in it, too."""
+
+    def many(work: Work) -> Measured:
+        return replace(stub(work), num_parameters=MB)
+
+    def work(**rollout: Any) -> tuple[float, float, float]:
+        spec = job(write_config(tmp_path), rollout=rollout, algorithm={"rolloutCorrection": {}})
+        found = plan_job(spec, {"all": H200}, runner=many)
+        (pool,) = found.pools
+        assert pool.engine is not None
+        roles, measured = (
+            {name: getattr(one, part) for name, one in found.roles.items()} for part in ("role", "measured")
+        )
+        of_step = workload_of(spec, roles, measured)
+        return pool.engine.weights, of_step.decode_bytes, of_step.weight_bytes
+
+    (plain, plain_read, plain_sent), (fp8, fp8_read, fp8_sent) = work(), work(quantization="FP8")
+    assert (plain, fp8) == (2 * MB, MB + VOCABULARY * HIDDEN)
+    assert plain_read - fp8_read == pytest.approx(plain - fp8)
+    assert plain_sent == fp8_sent == 2 * MB
+
+
 def test_hosts_by_hand(tmp_path: Path) -> None:
     """Two ranks of three roles of 4 GB each, and AdamW's moments; one of them holds the file of an export."""
     offload = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}

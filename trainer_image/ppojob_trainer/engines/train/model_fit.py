@@ -118,6 +118,22 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
         raise ModelMismatchError(f"{field} {value}: {config.model_type} is no mixture of experts: {remedy}")
 
 
+def check_is_dense(config: PretrainedConfig, field: str, value: object, remedy: str) -> None:
+    """Check that a model has no experts, which a field of the spec does not support.
+
+    Raises:
+        ModelMismatchError: with the field and its value.
+    """
+    if num_experts(config.get_text_config()) is not None:
+        raise ModelMismatchError(f"{field} {value}: {config.model_type} is a mixture of experts: {remedy}")
+
+
+def embedding_parameters(config: PretrainedConfig) -> int:
+    """Return the number of parameters of a language model's embedding and output layer; tied ones count once."""
+    text: Any = config.get_text_config()
+    return int(text.vocab_size * text.hidden_size) * (1 if text.tie_word_embeddings else 2)
+
+
 def check_heads(text: Any, field: str, size: int) -> None:
     """Check that a number of ranks divides the attention heads; `text` is the configuration of the language model.
 
