@@ -20,8 +20,8 @@ from tests.integration.trainer.vllm_agreement import agreement
 LIMIT_SECONDS = 400
 MODULE = "tests.integration.trainer.quantized_rollout"
 FP8_CAPABILITY = (8, 9)
-# Between a trainer in bfloat16 and an engine in bfloat16 it is 0.008, see test_engines_on_cuda.py.
-LARGEST_GAP = 0.04
+# vLLM's kernel for the CPU has a gap of 0.031, that of old weights is 0.15. In bfloat16, it is 0.008.
+LARGEST_GAP = 0.05
 
 pytestmark = [
     pytest.mark.gpu,

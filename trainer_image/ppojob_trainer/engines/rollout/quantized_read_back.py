@@ -7,14 +7,14 @@ vLLM reloads a layer in three steps, and each is compared at the layer itself:
 
 1: the sum of all bit patterns, as `read_back` does; 2: each weight, within the rounding error of the format; 3: the bit
 patterns of each layer. So a layer that got no weights, those of another layer, or other scales is found. A difference
-that the format rounds away is none. Called by the worker extension at every tenth push. A step 2 needs some tensors of
-the layer's size in float32, of a few rows at a time.
+that the format rounds away is none. Called by the worker extension at the first and each tenth push.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ _RELATIVE, _ABSOLUTE = 2.0**-4, 2.0**-10
 _PIECE = 2**22
 _NEEDED_CAPABILITY = 89
 
+_Layer: TypeAlias = Any
+"""A linear layer of vLLM. It has `quant_method`, and once it is loaded `weight` and `weight_scale`."""
+
 
 def check_gpu(quantization: Quantization) -> None:
     """Check that the GPU multiplies in the format; nothing is checked on the CPU, where it is emulated.
@@ -49,7 +52,7 @@ def check_gpu(quantization: Quantization) -> None:
     )
 
 
-def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
+def quantized_layers(model: nn.Module) -> dict[str, _Layer]:
     """Return the layers whose weights vLLM rounds when it loads them, by name."""
     return {
         name: layer
@@ -94,10 +97,10 @@ class QuantizedReadBack:
             self._came.append(bits_of(tensor.to(torch.bfloat16)))
             yield name, tensor
 
-    def observing(self, name: str, process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    def observing(self, name: str, process: Callable[[_Layer], None]) -> Callable[[_Layer], None]:
         """Return vLLM's function that rounds a layer, with a comparison of its weights before and after."""
 
-        def processed(layer: nn.Module) -> None:
+        def processed(layer: _Layer) -> None:
             loaded: Tensor = layer.weight
             self._loaded[name] = bits_of(loaded)
             process(layer)
@@ -153,14 +156,14 @@ def rounding_error(weight: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
     """
     num_outputs, num_inputs = weight.shape
     by_output, scales = rounded.t()[:num_outputs, :num_inputs], scale.view(-1, 1)[:num_outputs]
-    errors = []
-    for rows in torch.arange(num_outputs).split(max(1, _PIECE // num_inputs)):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    errors, rows = [], max(1, _PIECE // num_inputs)
+    for start in range(0, num_outputs, rows):
+        part = slice(start, start + rows)
         exact = weight[part].float()
         allowed = exact.abs() * _RELATIVE + scales[part] * _ABSOLUTE
         errors.append(((by_output[part].float() * scales[part] - exact).abs() / allowed).max())
     return torch.stack(errors).max()
 
 
-def _bits_of_layer(layer: nn.Module) -> Tensor:
+def _bits_of_layer(layer: _Layer) -> Tensor:
     return total_of([bits_of(layer.weight.detach().t()), bits_of(layer.weight_scale.detach())])
