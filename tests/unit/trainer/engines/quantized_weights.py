@@ -130,13 +130,14 @@ def gpus() -> dict[str, str]:
             get_device_name = staticmethod(lambda name=name: name)
             has_device_capability = staticmethod(lambda needed, capability=capability: capability >= needed)
 
-        own, quantized_read_back.current_platform = quantized_read_back.current_platform, Platform
+        module = vars(quantized_read_back)
+        own, module["current_platform"] = module["current_platform"], Platform
         try:
             check_gpu(Quantization.FP8)
             found[name] = PASSED
         except EngineArgumentError as error:
             found[name] = str(error)
-        quantized_read_back.current_platform = own
+        module["current_platform"] = own
     return found
 
 

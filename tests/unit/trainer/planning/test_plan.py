@@ -365,6 +365,11 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
         plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
     with pytest.raises(ModelMismatchError, match=r"critic.pipelineParallelSize 4 is more than this qwen2's num_hidden"):
         plan_job(job(path, 4, critic={"pipelineParallelSize": 4}), gpus)
+    fp8: dict[str, Any] = {"rollout": {"quantization": "FP8"}, "algorithm": {"rolloutCorrection": {}}}
+    with pytest.raises(ValueError, match=r"spec.rollout.quantization: FP8: the A100 of pool all has no FP8 units"):
+        plan_job(job(path, **fp8), {"all": GPUS["A100"]})
+    with pytest.raises(ModelMismatchError, match=r"rollout.quantization FP8: qwen3_moe is a mixture of experts"):
+        plan_job(job(write_experts(tmp_path / "experts"), **fp8), gpus)
     with pytest.raises(ValueError, match=r"--gpu c=H9000: H9000 is not known: use one of B200"):
         gpus_of_pools(["c"], ["c=H9000"])
     with pytest.raises(ValueError, match=r"--gpu d=H200: the job has no pool d: use one of c"):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
+from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
 
 __all__ = [
@@ -118,14 +119,17 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
         raise ModelMismatchError(f"{field} {value}: {config.model_type} is no mixture of experts: {remedy}")
 
 
-def check_is_dense(config: PretrainedConfig, field: str, value: object, remedy: str) -> None:
-    """Check that a model has no experts, which a field of the spec does not support.
+def check_quantization(config: PretrainedConfig, quantization: Quantization | None) -> None:
+    """Check that the engine's rounding of a model is tested: of dense models it is.
 
     Raises:
         ModelMismatchError: with the field and its value.
     """
-    if num_experts(config.get_text_config()) is not None:
-        raise ModelMismatchError(f"{field} {value}: {config.model_type} is a mixture of experts: {remedy}")
+    if quantization is not None and num_experts(config.get_text_config()) is not None:
+        raise ModelMismatchError(
+            f"rollout.quantization {quantization}: {config.model_type} is a mixture of experts, and only dense models "
+            "are tested: remove it"
+        )
 
 
 def embedding_parameters(config: PretrainedConfig) -> int:

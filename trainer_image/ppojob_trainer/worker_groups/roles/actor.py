@@ -74,8 +74,8 @@ class ActorWorker(EngineWorker):
         """
         from ppojob_trainer.engines.train.model_fit import (
             check_heads,
-            check_is_dense,
             check_is_mixture,
+            check_quantization,
             read_config,
         )
 
@@ -86,8 +86,7 @@ class ActorWorker(EngineWorker):
         check_heads(config.get_text_config(), "rollout.tensorParallelSize", self.spec.rollout.tensor_parallel_size)
         if self.spec.rollout.routing_replay:
             check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
-        if (format_ := self.spec.rollout.quantization) is not None:
-            check_is_dense(config, "rollout.quantization", format_, "remove it; FP8 is tested for dense models only")
+        check_quantization(config, self.spec.rollout.quantization)
         if coefficient := self.spec.actor.router_aux_loss_coefficient:
             check_is_mixture(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
         check_fit("actor", self.source, self.spec)

@@ -68,6 +68,7 @@ def test_an_fp8_rollout_keeps_the_importance_weights_that_it_has() -> None:
 
     conversion = converted(*GRPO, FP8, *words)
 
+    assert spec(conversion)["rollout"]["quantization"] == "FP8"
     weights = {"method": "Truncate", "level": "Sequence", "upper": 3.0}
     assert spec(conversion)["algorithm"]["rolloutCorrection"] == weights
     assert "algorithm.rolloutCorrection" not in to_fill(conversion)
