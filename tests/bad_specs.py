@@ -13,6 +13,7 @@ from tests.bad_divisions import BAD_DIVISIONS
 from tests.bad_elastic import BAD_ELASTIC
 from tests.bad_off_policy import BAD_OFF_POLICY
 from tests.bad_paths import BAD_PATHS
+from tests.bad_quantization import BAD_QUANTIZATION
 from tests.bad_routing import BAD_ROUTING
 from tests.good_spec import GONE, GOOD, BadSpec, Step, with_changes
 
@@ -247,6 +248,7 @@ BAD_SPECS = (
             {_spec("schedule", "mode"): "Serial", _spec("schedule", "disabledOverlaps"): ["Values"]},
             "spec.schedule.disabledOverlaps", "use Overlapped", shows="Values"),
     *BAD_OFF_POLICY,
+    *BAD_QUANTIZATION,
     *BAD_ROUTING,
     *BAD_ALGORITHMS,
     *BAD_PATHS,
@@ -270,8 +272,10 @@ BAD_SPECS = (
     # Arguments of vLLM's own. The API server has no schema of them.
     BadSpec("vLLM's argument that has a field", {_spec("rollout"): {"engineArgs": {"max_num_seqs": 8}}},
             "spec.rollout.engineArgs.max_num_seqs", "use rollout.maxNumSeqs", shows="8", server_refuses=False),
-    BadSpec("vLLM's argument that breaks the weights", {_spec("rollout"): {"engineArgs": {"quantization": "fp8"}}},
-            "spec.rollout.engineArgs.quantization", "remove it", shows="'fp8'", server_refuses=False),
+    BadSpec("vLLM's argument that breaks the weights", {_spec("rollout"): {"engineArgs": {"dtype": "float16"}}},
+            "spec.rollout.engineArgs.dtype", "remove it", shows="'float16'", server_refuses=False),
+    BadSpec("vLLM's argument for rounded weights", {_spec("rollout"): {"engineArgs": {"quantization": "fp8"}}},
+            "spec.rollout.engineArgs.quantization", "use rollout.quantization", shows="'fp8'", server_refuses=False),
     BadSpec("vLLM's argument for drafts", {_spec("rollout"): {"engineArgs": {"speculative_config": {}}}},
             "spec.rollout.engineArgs.speculative_config", "use rollout.speculative", shows="{}", server_refuses=False),
     # Drafts.

@@ -52,6 +52,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     "drafts-never": Variant(
         "set up for drafts, but none, to see what that costs", {"speculative": {}}, calls=("draft_never",)
     ),
+    "fp8": Variant("linear layers in FP8", {"quantization": "FP8"}),
     "log-probs": Variant("log-probs of each token", {"logProbs": True}),
     "vllm-scheduler": Variant("vLLM's scheduler in place of ours", arguments={"async_scheduling": True}),
     "one-process-more": Variant(

@@ -190,7 +190,7 @@ class AlgorithmSpec(ApiModel):
     """Distance to the reference policy."""
     rollout_correction: RolloutCorrection | None = None
     """Correction of the difference between the policy that is trained and the one that generated. Absent: none. Use it
-    with schedule.mode OneStepOff, which requires it or method None, and with quantized engines."""
+    with schedule.mode OneStepOff, which requires it or method None. rollout.quantization requires it."""
 
     @property
     def correction(self) -> RolloutCorrection | None:

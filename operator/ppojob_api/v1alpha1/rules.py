@@ -36,6 +36,7 @@ from ppojob_api.v1alpha1.placement_rules import (
 )
 from ppojob_api.v1alpha1.pod_rules import POD_CHECKS
 from ppojob_api.v1alpha1.pools import Placement, Pool, Topology
+from ppojob_api.v1alpha1.quantization_rules import QUANTIZATION_CHECKS, QUANTIZATION_RULES
 from ppojob_api.v1alpha1.queue_rules import QUEUE_CHECKS, QUEUE_RULES, TOPOLOGY_RULES
 from ppojob_api.v1alpha1.reward import RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -96,6 +97,7 @@ SPEC_RULES = [
     *ELASTIC_RULES,
     *OFF_POLICY_RULES,
     *EXPERT_RULES,
+    *QUANTIZATION_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
     *QUEUE_RULES,
@@ -253,6 +255,7 @@ _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (
     *DEVICE_CHECKS,
     *ELASTIC_CHECKS,
     *ENGINE_CHECKS,
+    *QUANTIZATION_CHECKS,
     *EXPORT_CHECKS,
     *PATH_CHECKS,
     *POD_CHECKS,

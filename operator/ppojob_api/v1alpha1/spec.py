@@ -15,18 +15,12 @@ from ppojob_api.v1alpha1.model import ModelSpec
 from ppojob_api.v1alpha1.pools import Head, Placement, Pool, Pools
 from ppojob_api.v1alpha1.quantities import ObjectName, RawObjects
 from ppojob_api.v1alpha1.reward import RewardSpec
+from ppojob_api.v1alpha1.rollout import RolloutSpec
 from ppojob_api.v1alpha1.runtime import AutoBalance, Device, EnvVars, RunPolicy, Storage
 from ppojob_api.v1alpha1.spelling import spelled
 from ppojob_api.v1alpha1.telemetry import TelemetrySpec
 from ppojob_api.v1alpha1.template_reference import TemplateRef
-from ppojob_api.v1alpha1.training import (
-    ActorSpec,
-    CheckpointSpec,
-    CriticSpec,
-    RolloutSpec,
-    ScheduleSpec,
-    TrainerSpec,
-)
+from ppojob_api.v1alpha1.training import ActorSpec, CheckpointSpec, CriticSpec, ScheduleSpec, TrainerSpec
 from ppojob_api.v1alpha1.workers import Workers
 
 

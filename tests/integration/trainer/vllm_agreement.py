@@ -27,14 +27,14 @@ PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.vllm_agreement"
 
 
-def agreement(*arguments: str, limit: float) -> dict[str, Any]:
-    """Run this module as a process and return what it has seen.
+def agreement(*arguments: str, limit: float, module: str = MODULE) -> dict[str, Any]:
+    """Run a module, by default this one, as a process and return what it has seen.
 
     Args:
         arguments: MODEL DEVICE BACKEND [DTYPE [REPLAY]].
         limit: seconds.
     """
-    command = [sys.executable, "-m", MODULE, *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
@@ -66,7 +66,7 @@ def chat_prompts(path: str) -> list[list[int]]:
     ]
 
 
-def make_policy(path: str, parallel: Any, dtype: str) -> Any:
+def make_policy(path: str, parallel: Any, dtype: str, learning_rate: float = 1e-4, correction: Any = None) -> Any:
     import torch
 
     from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
@@ -74,18 +74,19 @@ def make_policy(path: str, parallel: Any, dtype: str) -> Any:
     from ppojob_api.v1alpha1.training import ActorSpec
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-    training = ActorSpec(learning_rate=1e-4, max_tokens_per_gpu=1024)
+    training = ActorSpec(learning_rate=learning_rate, max_tokens_per_gpu=1024)
     run: dict[str, Any] = {"total_steps": 10, "dtype": getattr(torch, dtype)}
-    return policy_engine(parallel, ActorModel(path=path), training, AlgorithmSpec(), **run)
+    algorithm = AlgorithmSpec(rollout_correction=correction)
+    return policy_engine(parallel, ActorModel(path=path), training, algorithm, **run)
 
 
-def make_trainer(path: str, device: Device, backend: str, dtype: str) -> Trainer:
+def make_trainer(path: str, device: Device, backend: str, dtype: str, **policy_options: Any) -> Trainer:
     from ppojob_trainer.engines.network import listen
     from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
     from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
 
     parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", LIMIT_SECONDS), LIMIT_SECONDS)
-    policy = make_policy(path, parallel, dtype)
+    policy = make_policy(path, parallel, dtype, **policy_options)
     plan = LinkPlan(0, backend, (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 

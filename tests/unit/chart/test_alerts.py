@@ -70,5 +70,8 @@ def test_the_limit_of_the_gap_is_the_documents_and_the_dashboards() -> None:
     [line] = [panel["threshold"] for panel in panels if "threshold" in panel]
     [documented] = re.findall(r"if the mean is above ([0-9.]+) after", WATCHING.read_text())
 
+    [of_corrected] = re.findall(r"algorithm.rolloutCorrection`[^|]*, above ([0-9]\.[0-9]+)", WATCHING.read_text())
+
     assert f"> {documented} unless" in alert["expr"]
+    assert f"> {of_corrected})" in alert["expr"]
     assert line == float(documented)

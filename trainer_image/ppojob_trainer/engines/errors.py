@@ -91,7 +91,7 @@ class EngineLostError(RolloutError):
 
 
 class EngineArgumentError(RolloutError):
-    """vLLM does not take an argument of `rollout.engineArgs`; the message names it."""
+    """vLLM or its GPU does not take a field of `rollout`; the message names it."""
 
     reason = Reason.INVALID_SPEC
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _GB = 1e9
-_FLOAT32, _BFLOAT16 = 4, 2
+_FLOAT32, _BFLOAT16, _FP8 = 4, 2, 1
 _SPARE = 0.1
 _OF_A_PROCESS = 2.25 * _GB
 """Beside models that stay gathered, the larger of a share of the GPU (logits, fragmentation) and these bytes for each
@@ -308,9 +308,14 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
     return warnings
 
 
-def engine_weights(spec: PPOJobSpec, num_parameters: int) -> float:
-    """Return the bytes of the policy's weights on each GPU of an engine."""
-    return num_parameters * _BFLOAT16 / spec.rollout.tensor_parallel_size
+def engine_weights(spec: PPOJobSpec, num_parameters: int, in_embeddings: int) -> float:
+    """Return the bytes of the policy's weights on each GPU of an engine; scales are left out.
+
+    in_embeddings: of the parameters; `rollout.quantization` leaves embeddings and the output layer in bfloat16.
+    """
+    in_bfloat16 = num_parameters if spec.rollout.quantization is None else min(in_embeddings, num_parameters)
+    found = in_bfloat16 * _BFLOAT16 + (num_parameters - in_bfloat16) * _FP8
+    return found / spec.rollout.tensor_parallel_size
 
 
 def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:
@@ -321,7 +326,7 @@ def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: floa
     """
     share, words = spec.rollout.gpu_memory_utilization, ""
     if "actor" in sizes:
-        weights = engine_weights(spec, sizes["actor"].num_parameters)
+        weights = engine_weights(spec, sizes["actor"].num_parameters, sizes["actor"].in_embeddings)
         words = f": weights {weights / _GB:.1f}, the rest is for the KV cache"
         if weights >= engine:
             raise ModelMismatchError(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.train.model_fit import active_intermediate
+from ppojob_trainer.engines.train.model_fit import active_intermediate, embedding_parameters
 from ppojob_trainer.main.memory_fit import engine_weights
 
 __all__ = ["EnginePlan", "plan_engine"]
@@ -48,7 +48,8 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     head = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     per_token = 2 * text.num_hidden_layers * max(1, heads // parts) * head * _BFLOAT16
-    share, weights = rollout.gpu_memory_utilization * gpu, engine_weights(spec, num_parameters)
+    share = rollout.gpu_memory_utilization * gpu
+    weights = engine_weights(spec, num_parameters, embedding_parameters(config))
     length = spec.data.max_prompt_length + spec.data.max_response_length
     tokens = max(rollout.max_num_batched_tokens, length)
     # Each expert of a token has its copy of the token, and a result.

@@ -18,11 +18,13 @@ class Gpu:
     """One kind of GPU.
 
     memory: bytes that CUDA reports, rounded down to a tenth of a GiB. bandwidth: of its memory, in bytes per second.
+    has_fp8: it multiplies 8-bit floating-point numbers.
     """
 
     name: str
     memory: float
     bandwidth: float
+    has_fp8: bool = True
 
     @property
     def peak_flops(self) -> float:
@@ -36,7 +38,7 @@ GPUS: Final[dict[str, Gpu]] = {
         Gpu("B200", 178.3 * _GIB, 8.0e12),
         Gpu("H200", 139.8 * _GIB, 4.8e12),
         Gpu("H100", 79.1 * _GIB, 3.35e12),
-        Gpu("A100", 79.1 * _GIB, 2.0e12),
+        Gpu("A100", 79.1 * _GIB, 2.0e12, has_fp8=False),
         Gpu("L40S", 44.4 * _GIB, 0.86e12),
     )
 }

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.fsdp.export import SHARD_BYTES
+from ppojob_trainer.engines.train.model_fit import check_quantization
 from ppojob_trainer.main.host_memory import OF_A_PROCESS, host_needs, saves_in_background
 from ppojob_trainer.main.memory_fit import Need, check_memory, pool_memory, stay_gathered
 from ppojob_trainer.planning.configs import read_shape
@@ -85,12 +86,13 @@ def plan_job(
     Raises:
         ShapeNotFoundError: see `configs`.
         ModelMismatchError, ModelUnsupportedError: a model cannot be divided, or has an unsupported part.
-        ValueError: the job runs on CPUs, or its sizes do not fit together.
+        ValueError: the job runs on CPUs, its GPUs lack the engines' format, or its sizes do not fit together.
     """
     spec = resolve(spec)
     if spec.device is not Device.CUDA:
         raise ValueError("spec.device: CPU: a plan is of GPUs: add --set spec.device=CUDA")
     roles = planned_roles(spec, shapes)
+    _check_quantization(spec, roles, gpus)
     sizes = {name: _size(spec, role, gpus[role.pool]) for name, role in roles.items()}
     gathered = stay_gathered(spec, sizes)
     planned = {
@@ -127,6 +129,17 @@ def _planned(role: PlannedRole, measured: Measured, gathered: Mapping[str, bool]
         after_passes=measured.forward - measured.weights if only_moments else 0,
     )
     return RolePlan(role, measured, need, peak, gathered.get(role.name, False))
+
+
+def _check_quantization(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], gpus: Mapping[str, Gpu]) -> None:
+    quantization = spec.rollout.quantization
+    check_quantization(roles["actor"].config, quantization)
+    for pool in spec.placement.rollout_pools:
+        if quantization is not None and not gpus[pool].has_fp8:
+            raise ValueError(
+                f"spec.rollout.quantization: {quantization}: the {gpus[pool].name} of pool {pool} has no FP8 units: "
+                f"remove it, or plan with --gpu {pool}=H100"
+            )
 
 
 def _is_used(spec: PPOJobSpec, pool: str, planned: Mapping[str, RolePlan]) -> bool:

@@ -25,6 +25,8 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import StepTime, step_time
 from ppojob_trainer.engines.train.fsdp.passes import WINDOW
+from ppojob_trainer.engines.train.model_fit import embedding_parameters
+from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
@@ -87,14 +89,15 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
     sequences = spec.data.train_batch_size * spec.rollout.samples_per_prompt / engines
     head = getattr(actor, "head_dim", None) or actor.hidden_size // actor.num_attention_heads
     per_token = 2 * actor.num_hidden_layers * actor.num_key_value_heads * head * _BFLOAT16 / parts
-    weights = measured["actor"].num_parameters * _BFLOAT16
+    num_parameters = measured["actor"].num_parameters
+    of_engine = engine_weights(spec, num_parameters, embedding_parameters(actor))
     return Workload(
         operations=operations,
         gpus={phase: layout.gpus_of(phase) for phase in operations},
-        decode_bytes=weights / parts + sequences * (prompt + response / 2) * per_token,
+        decode_bytes=of_engine + sequences * (prompt + response / 2) * per_token,
         # More sequences than an engine takes at once are generated one group after the other.
         decode_steps=response * max(1, -(-int(sequences) // spec.rollout.max_num_seqs)),
-        weight_bytes=weights,
+        weight_bytes=num_parameters * _BFLOAT16,
     )
 
 

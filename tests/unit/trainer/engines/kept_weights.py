@@ -54,7 +54,7 @@ def refused_copies(model: Model, tensor_parallel_size: int = 1) -> list[int]:
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     parallel = SimpleNamespace(tensor_parallel_size=tensor_parallel_size)
     worker.vllm_config = cast(VllmConfig, SimpleNamespace(parallel_config=parallel))
-    worker.ppojob_num_copied = 0
+    worker.ppojob_num_pushes = 0
     refused = []
     for number in range(21):
         try:

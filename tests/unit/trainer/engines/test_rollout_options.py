@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
+from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS, RolloutOptions, engine_arguments, environment
@@ -76,6 +77,14 @@ def test_experts_are_recorded_by_vllm_on_gpus_and_by_our_connection_on_the_cpu()
     assert "enable_return_routed_experts" not in on_cpu
     assert on_cpu["additional_config"] == {"mine": 1, RECORDS_EXPERTS: True}
     assert "additional_config" not in engine_arguments(CPU)
+
+
+def test_vllm_rounds_the_weights_itself() -> None:
+    arguments = engine_arguments(dataclasses.replace(CUDA, quantization=Quantization.FP8))
+
+    assert {"quantization": "fp8_per_channel", "dtype": "bfloat16"}.items() <= arguments.items()
+    assert sorted(arguments.keys() - RESERVED_ENGINE_ARGS.keys()) == []
+    assert "quantization" not in engine_arguments(CUDA)
 
 
 def test_the_users_own_arguments_are_passed_on() -> None:

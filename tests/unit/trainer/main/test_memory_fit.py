@@ -28,7 +28,7 @@ def spec_of(gpus: int = 2, rollout: dict[str, Any] | None = None, **model: Any) 
         "model": {"actor": {"path": "/m", **model}},
         "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
         "reward": {"function": {"module": "r"}},
-        "algorithm": {"kl": {"inReward": True}},
+        "algorithm": {"kl": {"inReward": True}, "rolloutCorrection": {}},
         "rollout": rollout or {},
         "pools": [{"name": "a", "gpusPerNode": gpus}, {"name": "c", "gpusPerNode": 1}],
         "placement": {"actor": "a", "critic": "c"},
@@ -111,6 +111,13 @@ def test_a_share_that_does_not_hold_vllms_weights_is_refused() -> None:
         spec_of(8, rollout={"gpuMemoryUtilization": 0.1, "tensorParallelSize": 4}),
         {"actor": ModelSize(7 * GB, 80 * GB)},
     )
+
+
+def test_weights_in_fp8_have_a_byte_but_for_embeddings() -> None:
+    fp8 = {"gpuMemoryUtilization": 0.1, "quantization": "FP8"}
+    with pytest.raises(ModelMismatchError, match=r"gives vLLM 8\.0 GB of each GPU, and its weights alone take 8\.5 GB"):
+        check_memory(spec_of(8, rollout=fp8), {"actor": ModelSize(7 * GB, 80 * GB, in_embeddings=3 * GB // 2)})
+    check_memory(spec_of(8, rollout=fp8), {"actor": ModelSize(7 * GB, 80 * GB, in_embeddings=GB // 2)})
 
 
 def test_a_critic_that_is_too_large_is_refused_with_the_numbers() -> None:
@@ -322,4 +329,5 @@ def test_parameters_are_counted_without_loading(
     config = model.config
     counted = sum(parameter.numel() for parameter in model.parameters())
     shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    assert size == ModelSize(counted, 123, *shape, host="", host_bytes=host_bytes())
+    embeddings = config.vocab_size * config.hidden_size
+    assert size == ModelSize(counted, 123, *shape, in_embeddings=embeddings, host="", host_bytes=host_bytes())

@@ -125,6 +125,29 @@ def test_the_cache_by_hand(tmp_path: Path) -> None:
     assert engine.num_sequences == 8
 
 
+def test_an_engine_in_fp8_has_smaller_weights_and_reads_them_faster(tmp_path: Path) -> None:
+    """A million parameters, of which the embedding stays in bfloat16. Those that are sent stay in it, too."""
+
+    def many(work: Work) -> Measured:
+        return replace(stub(work), num_parameters=MB)
+
+    def work(**rollout: Any) -> tuple[float, float, float]:
+        spec = job(write_config(tmp_path), rollout=rollout, algorithm={"rolloutCorrection": {}})
+        found = plan_job(spec, {"all": H200}, runner=many)
+        (pool,) = found.pools
+        assert pool.engine is not None
+        roles, measured = (
+            {name: getattr(one, part) for name, one in found.roles.items()} for part in ("role", "measured")
+        )
+        of_step = workload_of(spec, roles, measured)
+        return pool.engine.weights, of_step.decode_bytes, of_step.weight_bytes
+
+    (plain, plain_read, plain_sent), (fp8, fp8_read, fp8_sent) = work(), work(quantization="FP8")
+    assert (plain, fp8) == (2 * MB, MB + VOCABULARY * HIDDEN)
+    assert plain_read - fp8_read == pytest.approx(plain - fp8)
+    assert plain_sent == fp8_sent == 2 * MB
+
+
 def test_hosts_by_hand(tmp_path: Path) -> None:
     """Two ranks of three roles of 4 GB each, and AdamW's moments; one of them holds the file of an export."""
     offload = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}
@@ -342,6 +365,11 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
         plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
     with pytest.raises(ModelMismatchError, match=r"critic.pipelineParallelSize 4 is more than this qwen2's num_hidden"):
         plan_job(job(path, 4, critic={"pipelineParallelSize": 4}), gpus)
+    fp8: dict[str, Any] = {"rollout": {"quantization": "FP8"}, "algorithm": {"rolloutCorrection": {}}}
+    with pytest.raises(ValueError, match=r"spec.rollout.quantization: FP8: the A100 of pool all has no FP8 units"):
+        plan_job(job(path, **fp8), {"all": GPUS["A100"]})
+    with pytest.raises(ModelMismatchError, match=r"rollout.quantization FP8: qwen3_moe is a mixture of experts"):
+        plan_job(job(write_experts(tmp_path / "experts"), **fp8), gpus)
     with pytest.raises(ValueError, match=r"--gpu c=H9000: H9000 is not known: use one of B200"):
         gpus_of_pools(["c"], ["c=H9000"])
     with pytest.raises(ValueError, match=r"--gpu d=H200: the job has no pool d: use one of c"):

@@ -16,6 +16,7 @@ from ppojob_trainer.worker_groups.roles.ref import RefWorker
 from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.bad_specs import with_changes
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 CONTEXT = WorkerContext("role", rank=0, world_size=1, local_world_size=1, log_file=Path("role-0.log"), timeout_s=1.0)
@@ -89,6 +90,16 @@ def test_fields_of_mixtures_are_refused_for_other_models(
 ) -> None:
     with pytest.raises(ModelMismatchError, match=says):
         ActorWorker(CONTEXT, spec_of(model, given={where: value})).check()
+
+
+def test_mixtures_are_refused_for_engines_in_fp8(tmp_path: Path) -> None:
+    fp8: Changes = {
+        ("spec", "rollout"): {"quantization": "FP8"},
+        ("spec", "algorithm"): {"rolloutCorrection": {"method": "Truncate"}},
+    }
+    mixture = save_tiny_experts(tmp_path)
+    with pytest.raises(ModelMismatchError, match=r"rollout\.quantization FP8: qwen3_moe is a mixture of .*: remove it"):
+        ActorWorker(CONTEXT, spec_of(mixture, given=fp8)).check()
 
 
 def test_responses_without_recorded_experts_are_refused(model: Path) -> None:

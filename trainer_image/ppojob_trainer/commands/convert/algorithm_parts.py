@@ -1,5 +1,5 @@
-"""The functions of `parts` for the algorithm: clipping, estimator, dynamic sampling, experts, long responses, older
-weights."""
+"""The functions of `parts` for the algorithm: clipping, estimator, dynamic sampling, experts, FP8, long responses,
+older weights."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def routing_replay(draft: Draft) -> None:
     draft.take(f"{rollout}.enable_prefix_caching")
     if draft.given.get(mode) == "R3":
         draft.take(mode)
+
+
+def quantized_rollout(draft: Draft) -> None:
+    """FP8 rollouts. Ours need importance weights and log-probs; verl's do without, unless the user asks for them."""
+    rollout, correction = "actor_rollout_ref.rollout", "algorithm.rolloutCorrection"
+    if draft.given.get(f"{rollout}.quantization") != "fp8":
+        return
+    draft.take(f"{rollout}.quantization", f"{rollout}.calculate_log_probs")
+    draft.values["rollout.quantization"] = "FP8"
+    if draft.given.get("algorithm.rollout_correction.rollout_is") not in _LEVELS:
+        draft.values[f"{correction}.method"] = "Truncate"
+        why = "FP8 rollouts need importance weights here; verl's run had none, so results differ"
+        draft.to_fill.append((correction, why))
 
 
 def overlong_responses(draft: Draft) -> None:

@@ -19,6 +19,7 @@ from ppojob_trainer.commands.convert.algorithm_parts import (
     estimator,
     older_weights,
     overlong_responses,
+    quantized_rollout,
     routing_replay,
 )
 from ppojob_trainer.commands.convert.draft import MOUNT, Draft
@@ -286,7 +287,7 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
     name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, hybrid_sharding,
     clipping,
-    estimator, dynamic_sampling, routing_replay, overlong_responses,
+    estimator, dynamic_sampling, routing_replay, quantized_rollout, overlong_responses,
     followers, rewards, older_weights, pools,
     length, resuming, trackers, cluster,
 )  # fmt: skip

@@ -121,7 +121,7 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.pipeline_model_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
     Checked(f"{_R}.expert_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
     Checked(f"{_R}.multi_turn.enable", only(False, _SERVERS)),
-    Checked(f"{_R}.quantization", only(None, "vLLM computes with the policy's own weights")),
+    Checked(f"{_R}.quantization", only(None, "vLLM rounds weights to FP8 only: see rollout.quantization")),
     Ignored(f"{_R}.data_parallel_size", "the number of replicas follows from the pool's GPUs"),
     Ignored(f"{_R}.log_prob_*", "micro-batches are filled up to actor.maxTokensPerGPU"),
     Checked(f"{_R}.engine_kwargs*", only(None, "vLLM's options beyond those of rollout cannot be given")),

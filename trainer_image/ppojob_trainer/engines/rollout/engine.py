@@ -36,6 +36,7 @@ from ppojob_trainer.engines.rollout.options import (
     SamplingOptions,
     engine_arguments,
 )
+from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu
 from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
@@ -88,13 +89,16 @@ class RolloutEngine:
             waits_for_gpu: on CUDA, import libraries and wait for `signal_gpu_free` before the GPU's memory is measured.
 
         Raises:
-            EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
+            EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value; or the
+                GPU does not have the format of `rollout.quantization`.
             RolloutError: vLLM could not start; the cause is chained.
         """
         # Inductor moves Triton's kernel folder when it compiles, but not when it loads cached code. vLLM would then
         # look for its kernels in the wrong folder and compile them again, which takes ten seconds.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
         arguments = checked_arguments(self.options)
+        if self.options.quantization is not None:
+            check_gpu(self.options.quantization)
         if waits_for_gpu and self.options.device is Device.CUDA:
             os.environ[GPU_FREE_FILE] = str(self._gpu_free_file)
             arguments.worker_cls = GPU_WORKER

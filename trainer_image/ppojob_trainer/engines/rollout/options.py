@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
@@ -24,6 +25,9 @@ GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
 """Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""
+VLLM_QUANTIZATION: Final[Mapping[Quantization, str]] = {Quantization.FP8: "fp8_per_channel"}
+"""Name of vLLM's online quantization: vLLM loads bfloat16 and rounds it. A scale for each output of a layer and one for
+each token: of vLLM's three FP8 formats, the one whose kernels are in its package and need no compiler at run time."""
 RECORDS_EXPERTS: Final = "ppojob_records_experts"
 """Entry of vLLM's `additional_config` on the CPU: the scheduler returns the experts that `routed_experts` records."""
 
@@ -76,7 +80,8 @@ class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
     tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts. updates_in_flight: its
-    weights may change while it generates. routing_replay: it records the experts of each token.
+    weights may change while it generates. routing_replay: it records the experts of each token. quantization: of its
+    linear layers.
     """
 
     path: str
@@ -97,6 +102,7 @@ class RolloutOptions:
     speculative: SpeculativeSpec | None = None
     updates_in_flight: bool = False
     routing_replay: bool = False
+    quantization: Quantization | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
 
@@ -123,6 +129,7 @@ class RolloutOptions:
             speculative=rollout.speculative,
             updates_in_flight=spec.schedule.updates_in_flight,
             routing_replay=rollout.routing_replay,
+            quantization=rollout.quantization,
             engine_args=rollout.engine_args,
         )
 
@@ -222,6 +229,9 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
             # Inside a placement group of more than one worker, vLLM would choose its Ray executor.
             "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }
+    if options.quantization is not None:
+        # vLLM quantizes no float32, so neither on the CPU, where tests alone do it.
+        arguments |= {"quantization": VLLM_QUANTIZATION[options.quantization], "dtype": "bfloat16"}
     if options.speculative is not None:
         arguments |= _speculative_arguments(options.speculative, options)
     arguments |= options.engine_args

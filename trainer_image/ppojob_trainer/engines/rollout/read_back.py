@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ppojob_trainer.engines.errors import WeightSyncError
 
-__all__ = ["ReadBack"]
+__all__ = ["ReadBack", "bits_of", "total_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ReadBack:
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and add up the tensors."""
         for name, tensor in tensors:
-            self._sums.append(_bits(tensor))
+            self._sums.append(bits_of(tensor))
             self._dtypes.add(tensor.dtype)
             self._num_numbers += tensor.numel()
             yield name, tensor
@@ -58,7 +58,7 @@ class ReadBack:
         if left_out > 0:
             logger.warning("vLLM's loader for %s leaves out %d of %d numbers", name, left_out, self._num_numbers)
             return False
-        came, held = int(_total(self._sums)), int(_total([_bits(parameter) for parameter in parameters]))
+        came, held = int(total_of(self._sums)), int(total_of([bits_of(parameter) for parameter in parameters]))
         if came != held:
             raise WeightSyncError(
                 f"vLLM's parameters are not version {self._version} of the weights, though all of it arrived: the sum "
@@ -68,11 +68,13 @@ class ReadBack:
         return True
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bit patterns, an int64 scalar that does not depend on the tensor's layout."""
     # Of one dimension: views of another dtype want the last one dense.
     patterns = tensor.contiguous().view(-1).view(_PATTERNS[tensor.element_size()])
-    return _total([piece.sum(dtype=torch.int64) for piece in torch.split(patterns, _PIECE)])
+    return total_of([piece.sum(dtype=torch.int64) for piece in torch.split(patterns, _PIECE)])
 
 
-def _total(sums: list[Tensor]) -> Tensor:
+def total_of(sums: list[Tensor]) -> Tensor:
+    """Add up sums of bit patterns; they may overflow, which loses nothing."""
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)

@@ -5,6 +5,7 @@ hides a method of the worker. If vLLM keeps weights in the format of the checkpo
 they are loaded with `reload_weights`, which takes six times as long but handles vLLM's own layouts (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
+Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
+from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
@@ -29,7 +31,7 @@ from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
 
 READ_BACK_EVERY: Final = 10
-"""vLLM's parameters are read back at the first copy and at every tenth copy after it."""
+"""vLLM's parameters are read back at the first push and at every tenth push after it."""
 
 
 class WeightReceiverExtension:
@@ -61,15 +63,18 @@ class WeightReceiverExtension:
         self.ppojob_disconnect_weights()
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
-        self.ppojob_num_copied = 0
+        self.ppojob_num_pushes = 0
         return self.ppojob_receiver.transports()
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
         stream, is_read_back = self.ppojob_receiver.begin(version), False
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            if self.device.type == "cuda" and keeps_weights_as_they_come(self.model_runner.get_model()):
+            if self.device.type == "cuda" and keeps_weights_as_they_come(model):
                 is_read_back = self._ppojob_copy_in(version, iter(stream))
+            elif is_quantized(model):
+                is_read_back = self._ppojob_quantize(version, iter(stream))
             else:
                 self._ppojob_reload(version, iter(stream))
         if self.device.type == "cuda":
@@ -79,14 +84,27 @@ class WeightReceiverExtension:
     def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
         """Copy weights into vLLM's model; return whether they were read back and compared."""
         model = self.model_runner.get_model()
-        is_read_back = self._ppojob_is_whole() and self.ppojob_num_copied % READ_BACK_EVERY == 0
-        self.ppojob_num_copied += 1
-        if not is_read_back:
+        is_due = self._ppojob_is_due()
+        if not (is_due and self._ppojob_is_whole()):
             model.load_weights(tensors)
             return False
         read_back = ReadBack(version)
         model.load_weights(read_back.passing(tensors))
         return read_back.check(model)
+
+    def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
+        """Have vLLM round weights to its format; return whether all of them were read back and compared."""
+        if not self._ppojob_is_due():
+            self._ppojob_reload(version, tensors)
+            return False
+        with read_back_quantized(self.model_runner.get_model(), version) as read_back:
+            self._ppojob_reload(version, read_back.passing(tensors))
+        return read_back.check(is_whole=self._ppojob_is_whole())
+
+    def _ppojob_is_due(self) -> bool:
+        """Count a push; return whether its weights are read back."""
+        self.ppojob_num_pushes += 1
+        return (self.ppojob_num_pushes - 1) % READ_BACK_EVERY == 0
 
     def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load weights by vLLM's own means, and count what was loaded."""

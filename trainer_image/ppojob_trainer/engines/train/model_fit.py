@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
+from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
 
 __all__ = [
@@ -116,6 +117,25 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
     """
     if num_experts(config.get_text_config()) is None:
         raise ModelMismatchError(f"{field} {value}: {config.model_type} is no mixture of experts: {remedy}")
+
+
+def check_quantization(config: PretrainedConfig, quantization: Quantization | None) -> None:
+    """Check that the engine's rounding of a model is tested: of dense models it is.
+
+    Raises:
+        ModelMismatchError: with the field and its value.
+    """
+    if quantization is not None and num_experts(config.get_text_config()) is not None:
+        raise ModelMismatchError(
+            f"rollout.quantization {quantization}: {config.model_type} is a mixture of experts, and only dense models "
+            "are tested: remove it"
+        )
+
+
+def embedding_parameters(config: PretrainedConfig) -> int:
+    """Return the number of parameters of a language model's embedding and output layer; tied ones count once."""
+    text: Any = config.get_text_config()
+    return int(text.vocab_size * text.hidden_size) * (1 if text.tie_word_embeddings else 2)
 
 
 def check_heads(text: Any, field: str, size: int) -> None:

@@ -62,8 +62,9 @@ class ModelSize:
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
     have them. in_experts: parameters of fused experts; experts_per_token: those that compute a token; 0 if the model is
-    no mixture. host, host_bytes: address of the first rank's pod or machine, and its memory in bytes. stages: number of
-    parameters of each pipeline stage; empty without a pipeline.
+    no mixture. in_embeddings: parameters of embedding and output layer; 0 if unknown. host, host_bytes: address of the
+    first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage; empty
+    without a pipeline.
     """
 
     num_parameters: int
@@ -73,6 +74,7 @@ class ModelSize:
     intermediate: int = 0
     in_experts: int = 0
     experts_per_token: int = 0
+    in_embeddings: int = 0
     host: str = ""
     host_bytes: int = 0
     stages: tuple[int, ...] = ()
@@ -88,7 +90,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
-    from ppojob_trainer.engines.train.model_fit import active_intermediate
+    from ppojob_trainer.engines.train.model_fit import active_intermediate, embedding_parameters
 
     kind: Any = AutoModelForCausalLM if source.has_output_layer else AutoModel
     with torch.device("meta"):
@@ -106,6 +108,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         intermediate=active_intermediate(config),
         experts_per_token=number("num_experts_per_tok"),
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
+        in_embeddings=embedding_parameters(config),
         stages=parameters_of_stages(module, num_stages) if num_stages > 1 else (),
     )
 

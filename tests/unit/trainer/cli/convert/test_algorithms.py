@@ -26,6 +26,10 @@ def not_carried(conversion: Conversion) -> dict[str, str]:
     return {entry.name: entry.why for entry in conversion.unconverted}
 
 
+def to_fill(conversion: Conversion) -> dict[str, str]:
+    return {entry.name: entry.why for entry in conversion.entries if entry.kind is Target.TO_FILL}
+
+
 def test_recorded_experts_are_replayed_with_the_prefix_cache_on() -> None:
     replay = ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", f"{ACTOR}.router_replay.mode=R3")
 
@@ -42,6 +46,41 @@ def test_experts_of_the_trainers_own_passes_are_not_replayed() -> None:
 
     assert "routingReplay" not in spec(conversion)["rollout"]
     assert "rollout.routingReplay" in not_carried(conversion)[f"{ACTOR}.router_replay.mode"]
+
+
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+
+
+def test_an_fp8_rollout_gets_the_importance_weights_that_it_needs() -> None:
+    conversion = converted(*GRPO, FP8, "actor_rollout_ref.rollout.calculate_log_probs=False")
+
+    found = spec(conversion)
+    assert found["rollout"]["quantization"] == "FP8"
+    assert found["rollout"].get("logProbs", True) is True
+    assert found["algorithm"]["rolloutCorrection"] == {"method": "Truncate"}
+    assert "verl's run had none" in to_fill(conversion)["algorithm.rolloutCorrection"]
+    assert not_carried(conversion) == {}
+
+
+def test_an_fp8_rollout_keeps_the_importance_weights_that_it_has() -> None:
+    correction = "algorithm.rollout_correction"
+    words = (f"{correction}.rollout_is=sequence", f"{correction}.rollout_is_threshold=3.0")
+
+    conversion = converted(*GRPO, FP8, *words)
+
+    assert spec(conversion)["rollout"]["quantization"] == "FP8"
+    weights = {"method": "Truncate", "level": "Sequence", "upper": 3.0}
+    assert spec(conversion)["algorithm"]["rolloutCorrection"] == weights
+    assert "algorithm.rolloutCorrection" not in to_fill(conversion)
+
+
+def test_other_formats_of_a_rollout_are_reported() -> None:
+    name, _, _ = FP8.partition("=")
+
+    conversion = converted(*GRPO, f"{name}=torchao")
+
+    assert "quantization" not in spec(conversion)["rollout"]
+    assert "see rollout.quantization" in not_carried(conversion)[name]
 
 
 @pytest.mark.parametrize(("mode", "loss"), [("vanilla", "PPO"), ("gspo", "GSPO"), ("cispo", "CISPO")])
@@ -102,8 +141,7 @@ def test_another_metric_of_dynamic_sampling_is_to_be_checked() -> None:
     at = "algorithm.filter_groups"
     conversion = converted(*GRPO, f"{at}.enable=True", f"{at}.metric=seq_final_reward")
 
-    asked = {entry.name: entry.why for entry in conversion.entries if entry.kind is Target.TO_FILL}
-    assert asked["algorithm.dynamicSampling"].startswith("verl compares seq_final_reward")
+    assert to_fill(conversion)["algorithm.dynamicSampling"].startswith("verl compares seq_final_reward")
 
 
 def test_without_dynamic_sampling_nothing_is_written() -> None:

@@ -1,0 +1,76 @@
+"""An engine in FP8 on one GPU, with vLLM's defaults: its weights are in FP8, it follows pushes, sleeps and wakes.
+
+PPOJOB_TEST_MODEL names a folder with SmolLM2-135M-Instruct; without it the packaged model is converted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppojob_trainer.models.smollm2 import prepare
+from tests.integration.trainer.vllm_agreement import agreement
+
+LIMIT_SECONDS = 400
+MODULE = "tests.integration.trainer.quantized_rollout"
+FP8_CAPABILITY = (8, 9)
+# vLLM's kernel for the CPU has a gap of 0.031, that of old weights is 0.15. In bfloat16, it is 0.008.
+LARGEST_GAP = 0.05
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY,
+        reason="needs a GPU with FP8 units",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    given = os.environ.get("PPOJOB_TEST_MODEL")
+    path = Path(given) if given else prepare(tmp_path_factory.mktemp("models") / "smollm2")
+    found = agreement(str(path), "CUDA", "cuda_ipc", "0.0003", limit=LIMIT_SECONDS, module=MODULE)
+    print(json.dumps(found))
+    return found
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+def test_linear_layers_are_in_fp8_after_pushes_and_sleep(seen: dict[str, Any]) -> None:
+    for found in (seen["bytes_at_start"], seen["bytes_at_end"]):
+        formats = {name for name in found if name.startswith("quantized ")}
+        assert formats == {"quantized float8_e4m3fn", "quantized float32"}
+        assert found["quantized float8_e4m3fn"] > 10 * found["quantized float32"]
+    assert seen["bytes_at_end"] == seen["bytes_at_start"]
+
+
+def test_equal_weights_are_rounded_to_the_same_numbers(seen: dict[str, Any]) -> None:
+    assert seen["equal_weights_write_the_same"]
+
+
+def test_log_probs_follow_the_pushed_weights(seen: dict[str, Any]) -> None:
+    assert seen["diff_at_start"] < LARGEST_GAP
+    assert seen["diff_of_stale_weights"] > 2 * seen["diff_after_push"]
+    assert seen["diff_after_push"] < LARGEST_GAP
+    assert seen["weights_version"] == 2
+
+
+def test_pushes_are_read_back(seen: dict[str, Any]) -> None:
+    assert (seen["first_is_read_back"], seen["second_is_read_back"]) == (True, False)
+
+
+def test_the_correction_reports_the_gap(seen: dict[str, Any]) -> None:
+    found = {name: value for name, value in seen["metrics"].items() if name.startswith("rollout_corr/")}
+    assert {
+        "rollout_corr/kl",
+        "rollout_corr/rollout_is_mean",
+        "rollout_corr/rollout_is_eff_sample_size",
+    } <= found.keys()
+    assert all(map(math.isfinite, found.values()))
+    assert 0.5 < found["rollout_corr/rollout_is_eff_sample_size"] <= 1

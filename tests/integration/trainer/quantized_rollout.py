@@ -1,0 +1,106 @@
+"""Trains one step and pushes weights to a real vLLM engine that rounds them; prints what was seen as JSON.
+
+`vllm_agreement.agreement` runs it as `python -m ... MODEL DEVICE BACKEND LEARNING_RATE`. On CUDA, the engine has all of
+its defaults: compiled layers, CUDA graphs, and the sleep that discards weights. On the CPU, vLLM multiplies the same
+rounded numbers with another kernel. See test_quantized_rollout.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from ppojob_api.v1alpha1.algorithm import RolloutCorrection
+from ppojob_api.v1alpha1.rollout import Quantization
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.rollout.options import RolloutOptions, environment
+from tests.integration.trainer.vllm_agreement import (
+    LIMIT_SECONDS,
+    NUM_PROMPTS,
+    chat_prompts,
+    generate,
+    make_trainer,
+    probs_diff,
+    push,
+)
+
+EXTENSION = "tests.integration.trainer.format_extension.FormatExtension"
+
+
+async def renewed(trainer: Any, engine: Any, version: int) -> tuple[float, bool]:
+    """Sleep, wake and push, as a step does; return the seconds of the push and whether it was read back."""
+    await engine.sleep()
+    await engine.wake("weights")
+    found = await push(trainer, engine, version)
+    await engine.wake("kv_cache")
+    return found
+
+
+async def scenario(path: str, options: RolloutOptions, backend: str, learning_rate: float) -> dict[str, Any]:
+    import torch
+
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
+
+    engine, started = RolloutEngine(options), time.perf_counter()
+    await engine.start()
+    seen: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
+    (seen["bytes_at_start"],) = await engine._workers("ppojob_bytes_by_format")
+    # vLLM's child process has its GPU now; the trainer takes the first.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    learning = {"learning_rate": learning_rate, "correction": RolloutCorrection()}
+    trainer, prompts = make_trainer(path, options.device, backend, "bfloat16", **learning), chat_prompts(path)
+    order = list(range(NUM_PROMPTS))
+    first = await generate(engine, prompts, order)
+    seen["diff_at_start"] = probs_diff(trainer, first)
+
+    (link,) = trainer.sender.listen()
+    await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
+    seen["push_seconds"], seen["first_is_read_back"] = await renewed(trainer, engine, 1)
+    after_equal = await generate(engine, prompts, order)
+    seen["equal_weights_write_the_same"] = first.responses().to_lists() == after_equal.responses().to_lists()
+
+    before = trainer.log_probs(first)
+    step = first.with_fields(
+        {"old_log_probs": before, "advantages": before.with_values(-torch.ones_like(before.values))}
+    )
+    seen["metrics"] = trainer.policy.update(step)
+    seen["moved_by"] = float((trainer.log_probs(first).values - before.values).abs().mean())
+    seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, order))
+    seen["second_push_seconds"], seen["second_is_read_back"] = await renewed(trainer, engine, 2)
+    seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, order))
+    (seen["bytes_at_end"],) = await engine._workers("ppojob_bytes_by_format")
+    seen["weights_version"] = engine.weights_version
+    trainer.sender.close()
+    await engine.shutdown()
+    trainer.policy.parallel.destroy()
+    return seen
+
+
+def main() -> None:
+    path, device, backend, learning_rate = sys.argv[1], Device(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    is_cuda = device is Device.CUDA
+    options = RolloutOptions(
+        path=path,
+        device=device,
+        max_model_len=128,
+        # As many CUDA graphs as the prompts need.
+        max_num_seqs=16,
+        gpu_memory_utilization=0.3,
+        sleeps=is_cuda and backend == "cuda_ipc",
+        timeout_seconds=LIMIT_SECONDS,
+        quantization=Quantization.FP8,
+        engine_args={"worker_extension_cls": EXTENSION},
+    )
+    os.environ.update(environment(options, num_threads=2))
+    if is_cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1" if backend == "nccl" else "0"
+    seen = asyncio.run(scenario(path, options, backend, learning_rate))
+    print("SEEN " + json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""An engine in FP8 follows the trainer's weights, on the CPU: all of vLLM is real, with its kernel for the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.vllm_agreement import agreement
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 550
+# Random weights suffer more from rounding than trained ones.
+LARGEST_GAP = 0.07
+MODULE = "tests.integration.trainer.quantized_rollout"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return agreement(str(model), "CPU", "gloo", "0.01", limit=LIMIT_SECONDS, module=MODULE)
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+def test_the_engines_weights_are_in_fp8_and_stay_so(seen: dict[str, Any]) -> None:
+    hidden, key, intermediate, layers = 64, 32, 128, 2
+    outputs = hidden + 2 * key + hidden + 2 * intermediate + hidden
+    inputs = hidden * (hidden + 2 * key) + hidden * hidden + hidden * 2 * intermediate + intermediate * hidden
+    assert seen["bytes_at_start"]["quantized float8_e4m3fn"] == layers * inputs
+    assert seen["bytes_at_start"]["quantized float32"] == layers * outputs * 4
+    assert seen["bytes_at_end"] == seen["bytes_at_start"]
+
+
+def test_equal_weights_are_rounded_to_the_same_numbers(seen: dict[str, Any]) -> None:
+    assert seen["equal_weights_write_the_same"]
+
+
+def test_log_probs_follow_the_pushed_weights(seen: dict[str, Any]) -> None:
+    assert 0.01 < seen["diff_at_start"] < LARGEST_GAP
+    assert seen["moved_by"] > 0.2
+    assert seen["diff_of_stale_weights"] > 2 * seen["diff_after_push"]
+    assert seen["diff_after_push"] < LARGEST_GAP
+    assert seen["weights_version"] == 2
+
+
+def test_pushes_are_read_back(seen: dict[str, Any]) -> None:
+    assert (seen["first_is_read_back"], seen["second_is_read_back"]) == (True, False)
+
+
+def test_the_correction_reports_the_gap(seen: dict[str, Any]) -> None:
+    found = {name: value for name, value in seen["metrics"].items() if name.startswith("rollout_corr/")}
+    assert {
+        "rollout_corr/kl",
+        "rollout_corr/rollout_is_mean",
+        "rollout_corr/rollout_is_eff_sample_size",
+    } <= found.keys()
+    assert all(map(math.isfinite, found.values()))
+    assert 0.5 < found["rollout_corr/rollout_is_eff_sample_size"] < 1
