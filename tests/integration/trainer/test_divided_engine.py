@@ -16,7 +16,7 @@ ROUNDING = 1e-4
 """float32 on both sides; sums in another order differ by about 2e-6 on this model."""
 MODELS: dict[str, dict[str, Any]] = {
     # 257 tokens; one KV head on both workers.
-    "llama": {"num_attention_heads": 4},
+    "llama": {"num_attention_heads": 4, "head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
+from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import WeightLinkError, WeightSyncError
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.boxes import Box, inside
 from ppojob_trainer.engines.weights.buckets import Bucket, TensorSpec
 from ppojob_trainer.engines.weights.plans import LinkPlan
 from ppojob_trainer.engines.weights.receipts import Receipt, verify
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
 from ppojob_trainer.engines.weights.sender import WeightSender
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 CPU, HOST, LIMIT = torch.device("cpu"), "127.0.0.1", 20
 SHAPES = {"rows": (8, 6), "columns": (6, 8), "experts": (3, 8, 4), "bias": (8,), "norm": (5,), "unread": (7, 7)}
@@ -76,10 +82,8 @@ class Transfer:
         try:
             sent = self.sender.push(self.version)
         finally:
-            found = [future.exception(LIMIT) or future.result() for future in waiting]
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
+            wait(waiting, LIMIT)
+        found = [future.result(0) for future in waiting]
         for receiver, asked in zip(self.receivers, boxes or [], strict=False):
             receiver.ask_for(asked)
         return sent, found
@@ -193,3 +197,38 @@ def test_a_receiver_that_does_not_ask_is_named(pool: ThreadPoolExecutor, monkeyp
     with pytest.raises(WeightLinkError, match=r"not all rollout workers \[1\] asked for their part .* within 2 s"):
         transfer.sender.push(2)
     transfer.close()
+
+
+def test_boxes_of_a_model_with_adapters_are_those_of_the_merged_weights(
+    parallel: ParallelMesh, model_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    model = ActorModel(path=str(model_path), lora=LoRA(rank=2))
+    engine = policy_engine(parallel, model, ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=torch.float32)
+    for name, parameter in engine.module.language_model.named_parameters():
+        if name.endswith("lora_B"):
+            # It begins at 0, where a merge would not be seen.
+            torch.nn.init.normal_(parameter.detach().to_local())
+    source = engine.weights()
+    sender = WeightSender(source, [LinkPlan(0, "gloo", (0,), part=0)], HOST, LIMIT, CPU)
+    (link,) = sender.listen()
+    prepared = pool.submit(sender.prepare)
+    receiver = WeightReceiver(link, 1, CPU)
+    prepared.result(LIMIT)
+    halves = {
+        spec.name: (((0, spec.shape[0] // 2), *((0, length) for length in spec.shape[1:])),) for spec in source.specs()
+    }
+    for version in (1, 2):
+        pushed = pool.submit(sender.push, version)
+        stream = receiver.begin(version)
+        found = {name: tensor.clone() for name, tensor in stream}
+        assert pushed.result(LIMIT) == [stream.receipt()]
+        receiver.ask_for(halves)
+    for spec, whole in zip(source.specs(), source.gather(), strict=True):
+        ((rows, *_),) = halves[spec.name]
+        torch.testing.assert_close(found[spec.name][: rows[1]], whole[: rows[1]], atol=0, rtol=0)
+        assert found[spec.name][rows[1] :].isnan().all()
+    base = dict(engine.module.language_model.named_parameters())
+    name = "layers.1.mlp.down_proj.weight"
+    [(own, unmerged)] = [(own, each.full_tensor()) for own, each in base.items() if own.endswith(name)]
+    half = len(unmerged) // 2
+    assert not torch.equal(found[own][:half], unmerged[:half]), "adapters change it"

@@ -279,8 +279,8 @@ def test_gpus_of_a_divided_engine_in_another_pool_get_their_part_of_the_weights(
     found = plan_job(spec, {"all": H200, "engines": H200}, runner=measure)
     [weights] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "weights"]
     assert weights["way"] == way
-    # 100 parameters in bfloat16, of which each of four GPUs gets a half.
-    assert (weights["bytes_each"], weights["number"]) == (100, 4)
+    # In bfloat16; each of four GPUs gets a half.
+    assert (weights["bytes_each"], weights["number"]) == (found.roles["actor"].measured.num_parameters, 4)
 
 
 def test_the_report_of_a_pipeline(tmp_path: Path) -> None:

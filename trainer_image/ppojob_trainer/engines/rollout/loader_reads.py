@@ -47,12 +47,12 @@ class _Weight:
         return None if self.has_other_reads else merged(self.boxes)
 
 
-class LoaderReads(TorchDispatchMode):
+class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module's docstring. It is a context manager, for one load."""
 
     def __init__(self, on_read: Callable[[Tensor], None] | None = None) -> None:
         """`on_read` gets the numbers of each box when it is first read: each number once, if the reads are exact."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._on_read = on_read
         self._weights: dict[str, _Weight] = {}
         # By the address of a storage. A weak reference keeps the address from being used again.
@@ -62,12 +62,12 @@ class LoaderReads(TorchDispatchMode):
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and know them from then on. The tensors must be contiguous."""
         for name, tensor in tensors:
-            begin = tensor.storage_offset() * tensor.element_size()
-            weight = _Weight(tuple(tensor.shape), tensor.dtype, begin, begin + tensor.nbytes)
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            weight = _Weight(tuple(tensor.shape), tensor.dtype, begin, begin + int(tensor.nbytes))
             self._weights[name] = weight
             storage = tensor.untyped_storage()
             if storage._cdata not in self._in_storage:
-                self._storages.append(StorageWeakRef(storage))
+                self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
             self._in_storage.setdefault(storage._cdata, []).append(weight)
             yield name, tensor
 
@@ -98,7 +98,7 @@ class LoaderReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _read(self, tensor: Tensor) -> None:
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         for weight in self._in_storage.get(tensor.untyped_storage()._cdata, ()):
             if not weight.begin <= begin < weight.end:
                 continue
