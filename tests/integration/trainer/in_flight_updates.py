@@ -72,13 +72,13 @@ class Scene:
     version: int = 0
 
     async def push(self, model: Any) -> None:
-        from ppojob_trainer.engines.weights.transfer import verify
+        from ppojob_trainer.engines.weights.receipts import verify
 
         self.version += 1
         self.source.weights = dict(model.named_parameters())
         sending = asyncio.to_thread(self.sender.push, self.version)
-        sent, received = await asyncio.gather(sending, self.engine.update_weights(self.version))
-        verify(sent, [received])
+        [sent], received = await asyncio.gather(sending, self.engine.update_weights(self.version))
+        verify(sent, received)
 
     async def generate(self) -> list[Any]:
         found: list[Any] = await self.engine.generate(PROMPTS, SEEDS, SAMPLING)
@@ -161,7 +161,8 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     import torch
 
     from ppojob_trainer.engines.rollout.engine import RolloutEngine
-    from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
+    from ppojob_trainer.engines.weights.plans import LinkPlan
+    from ppojob_trainer.engines.weights.sender import WeightSender
 
     engine = RolloutEngine(options)
     await engine.start()

@@ -23,7 +23,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.rollout.generation import Generation
 from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
 from ppojob_trainer.engines.weights.buckets import TensorSpec
-from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink, WeightReceiver
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt
+from ppojob_trainer.engines.weights.receiver import WeightReceiver
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.data import DataWorker
@@ -74,11 +76,11 @@ class LightEngine:
         self._receiver = await asyncio.to_thread(WeightReceiver, link, number, torch.device("cpu"))
         return [{}]
 
-    async def update_weights(self, version: int) -> Receipt:
+    async def update_weights(self, version: int) -> list[Receipt]:
         if (self._rank, version) == (1, LOST_IN_PUSH):
             # In the middle: it has seen the announcement, and receives nothing.
             kill_node()
-        return await asyncio.to_thread(self._receive, version)
+        return [await asyncio.to_thread(self._receive, version)]
 
     def _receive(self, version: int) -> Receipt:
         assert self._receiver is not None, "connect_weights() comes first"

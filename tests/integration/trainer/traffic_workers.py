@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
-from ppojob_trainer.engines.weights.transfer import Receipt
+from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
@@ -43,8 +43,8 @@ class _Model:
 class _Sender:
     """Stands for the way of the weights."""
 
-    def push(self, version: int) -> Receipt:
-        return Receipt(version, 1, 8, (1,))
+    def push(self, version: int) -> list[Receipt]:
+        return [Receipt(version, 1, 8, (1,))]
 
 
 class _Engine:
@@ -74,8 +74,8 @@ class _Engine:
             length = self.length - seed % 7
             yield position, Generation([1] * length, [-1.0] * length, "length")
 
-    async def update_weights(self, version: int) -> Receipt:
-        return Receipt(version, 1, 8, (1,))
+    async def update_weights(self, version: int) -> list[Receipt]:
+        return [Receipt(version, 1, 8, (1,))]
 
 
 class ColumnActor(ActorWorker):

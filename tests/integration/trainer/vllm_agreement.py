@@ -83,7 +83,8 @@ def make_policy(path: str, parallel: Any, dtype: str, learning_rate: float = 1e-
 def make_trainer(path: str, device: Device, backend: str, dtype: str, **policy_options: Any) -> Trainer:
     from ppojob_trainer.engines.network import listen
     from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
-    from ppojob_trainer.engines.weights.transfer import LinkPlan, WeightSender
+    from ppojob_trainer.engines.weights.plans import LinkPlan
+    from ppojob_trainer.engines.weights.sender import WeightSender
 
     parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", LIMIT_SECONDS), LIMIT_SECONDS)
     policy = make_policy(path, parallel, dtype, **policy_options)
@@ -128,14 +129,14 @@ def replay_diffs(path: str, parallel: Any, batch: Any) -> dict[str, float]:
 
 
 async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool]:
-    from ppojob_trainer.engines.weights.transfer import verify
+    from ppojob_trainer.engines.weights.receipts import verify
 
     started = time.perf_counter()
-    sent, received = await asyncio.gather(
+    [sent], received = await asyncio.gather(
         asyncio.to_thread(trainer.sender.push, version), engine.update_weights(version)
     )
-    verify(sent, [received])
-    return time.perf_counter() - started, received.is_read_back
+    verify(sent, received)
+    return time.perf_counter() - started, all(receipt.is_read_back for receipt in received)
 
 
 async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str) -> dict[str, Any]:

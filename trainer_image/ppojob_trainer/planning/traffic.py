@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.weights.transfer import Receivers, link_plans
+from ppojob_trainer.engines.weights.plans import Receivers, link_plans
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.protocol import FIELDS, Keys
@@ -48,13 +48,20 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
     placement, size = spec.placement, actor.num_parameters * _BFLOAT16
     parts = spec.rollout.tensor_parallel_size
     receivers = [
-        Receivers(spec.pool(pool).gpus // parts * parts, pool == placement.actor) for pool in placement.rollout_pools
+        Receivers(spec.pool(pool).gpus // parts * parts, pool == placement.actor, num_parts=parts)
+        for pool in placement.rollout_pools
     ]
     found: dict[str, Link] = {}
-    for plan in link_plans(spec.device, spec.pool(placement.actor).gpus, receivers):
+    plans = link_plans(spec.device, spec.pool(placement.actor).gpus, receivers)
+    senders = {plan.sender_rank for plan in plans if plan.backend == "nccl"}
+    for plan in plans:
         number = found[plan.backend].number if plan.backend in found else 0
         way = _WAYS.get(plan.backend, plan.backend)
-        found[plan.backend] = Link("weights", way, size, number + len(plan.receivers))
+        if plan.backend == "nccl" and len(senders) > 1:
+            way = f"from {len(senders)} actor ranks (NCCL)"
+        # A part has a few tensors whole, such as norms; they are small.
+        each = size if plan.part is None else size / parts
+        found[plan.backend] = Link("weights", way, each, number + len(plan.receivers))
     if (stages := spec.actor.pipeline_parallel_size) > 1:
         # Every stage broadcasts its layers, because every rank may be a sender.
         between = Link(

@@ -73,17 +73,17 @@ def outcome(worker: Any, weights: list[tuple[str, Tensor]], defect: str) -> str:
         reload(weights_iterator=weights_iterator)
         after_reload(layer)
 
-    worker.ppojob_num_pushes, worker.model_runner.reload_weights = 0, reloaded
+    worker.model_runner.reload_weights = reloaded
     type(layer.quant_method).process_weights_after_loading = processed
     try:
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            is_read_back = worker._ppojob_quantize(7, iter(weights))
+            done = worker._ppojob_load(7, iter(weights), is_compared=True)
     except WeightSyncError as error:
         return str(error)
     finally:
         worker.model_runner.reload_weights = reload
         type(layer.quant_method).process_weights_after_loading = process
-    assert is_read_back
+    assert done == (True, None)
     return PASSED
 
 

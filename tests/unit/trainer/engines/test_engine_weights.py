@@ -23,15 +23,10 @@ from ppojob_trainer.engines.weights.buckets import (
     checksum,
     make_buckets,
 )
-from ppojob_trainer.engines.weights.transfer import (
-    LinkPlan,
-    Receipt,
-    Receivers,
-    WeightReceiver,
-    WeightSender,
-    link_plans,
-    verify,
-)
+from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, link_plans
+from ppojob_trainer.engines.weights.receipts import Receipt, verify
+from ppojob_trainer.engines.weights.receiver import WeightReceiver
+from ppojob_trainer.engines.weights.sender import WeightSender
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 CPU = torch.device("cpu")
@@ -90,8 +85,7 @@ def test_all_receivers_get_equal_tensors_push_after_push(pool: ThreadPoolExecuto
     for version in (1, 2):
         source.tensors["b"] += version
         waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
-        sent = sender.push(version)
-        assert sent is not None
+        [sent] = sender.push(version)
         found = [future.result(20) for future in waiting]
         verify(sent, [receipt for _, receipt in found])
         for tensors, _ in found:
@@ -122,7 +116,7 @@ def test_a_reader_that_stops_early_has_no_receipt(pool: ThreadPoolExecutor) -> N
     with pytest.raises(WeightSyncError, match="only 1 of 3 buckets of version 1"):
         stream.receipt()
     list(rest)
-    assert pushed.result(20) == stream.receipt()
+    assert pushed.result(20) == [stream.receipt()]
 
 
 def test_gloo_listens_on_the_interface_that_it_is_given(
@@ -158,7 +152,7 @@ def test_a_rank_gathers_to_the_end_although_a_receiver_is_lost(
             gathered.append(name)
             yield tensor
 
-    def lost(buffer: torch.Tensor, version: int) -> None:
+    def lost(tensor: torch.Tensor) -> None:
         raise WeightLinkError("a rollout replica stopped receiving")
 
     monkeypatch.setattr(source, "gather", gather)
@@ -174,7 +168,7 @@ def test_a_rank_without_a_plan_only_gathers() -> None:
     sender = WeightSender(Tensors(), [], HOST, 1, CPU)
     assert sender.listen() == []
     assert sender.prepare() == {}
-    assert sender.push(1) is None
+    assert sender.push(1) == []
 
 
 @pytest.mark.parametrize(
@@ -223,7 +217,7 @@ def test_the_weights_of_a_sharded_model_arrive(
     prepared.result(20)
     pushed = pool.submit(sender.push, 1)
     tensors, receipt = receive(receiver, 1)
-    assert pushed.result(20) == receipt
+    assert pushed.result(20) == [receipt]
     expected = {name: parameter.full_tensor() for name, parameter in engine.module.language_model.named_parameters()}
     assert "lm_head.weight" not in tensors
     torch.testing.assert_close(tensors, expected, atol=0, rtol=0)
@@ -260,6 +254,25 @@ def test_more_workers_than_shared_gpus_are_refused() -> None:
             [LinkPlan(0, "cuda_ipc", (1,)), LinkPlan(1, "cuda_ipc", (2,)), LinkPlan(0, "nccl", (0, 3))],
         ),
         (Device.CPU, [Receivers(1, True), Receivers(1, False)], [LinkPlan(0, "gloo", (0, 1))]),
+        (
+            Device.CUDA,
+            [Receivers(2, True, num_parts=2), Receivers(6, False, frozenset({4, 5}), num_parts=2)],
+            [
+                LinkPlan(0, "cuda_ipc", (0,)),
+                LinkPlan(1, "cuda_ipc", (1,)),
+                LinkPlan(0, "nccl", (2, 4), part=0),
+                LinkPlan(1, "nccl", (3, 5), part=1),
+            ],
+        ),
+        (
+            Device.CUDA,
+            [Receivers(3, False, num_parts=3)],
+            [
+                LinkPlan(0, "nccl", (0,), part=0),
+                LinkPlan(1, "nccl", (1,), part=1),
+                LinkPlan(0, "nccl", (2,), part=2),
+            ],
+        ),
     ],
 )
 def test_engines_in_several_pools_are_reached_each_in_its_way(
@@ -277,7 +290,8 @@ def test_a_rank_sends_the_same_weights_over_each_of_its_links(pool: ThreadPoolEx
     receivers = [pool.submit(WeightReceiver, link, rank, CPU) for link, rank in numbered]
     assert prepared.result(20) == {"GLOO/TCP": 3}
     waiting = [pool.submit(receive, receiver.result(20), 1) for receiver in receivers]
-    sent = sender.push(1)
-    for tensors, receipt in (future.result(20) for future in waiting):
+    first, second = sender.push(1)
+    for sent, future in zip((first, second, second), waiting, strict=True):
+        tensors, receipt = future.result(20)
         assert receipt == sent
         torch.testing.assert_close(tensors, source.tensors, atol=0, rtol=0)

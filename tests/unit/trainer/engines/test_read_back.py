@@ -69,7 +69,7 @@ def test_a_weight_that_did_not_arrive_is_reported() -> None:
 
 
 def test_pieces_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_back, "_PIECE", 7)
+    monkeypatch.setattr(read_back, "PIECE", 7)
     test_a_model_that_holds_what_came_passes()
     test_one_bit_is_seen()
 

@@ -289,6 +289,23 @@ def test_stages_wait_for_one_another_in_passes_and_updates(tmp_path: Path) -> No
     assert with_stages["update_actor"] == pytest.approx(fixed + (2.0 - fixed) * 5 / 4)
 
 
+@pytest.mark.parametrize(("actors", "way"), [(1, "from actor rank 0 (NCCL)"), (4, "from 2 actor ranks (NCCL)")])
+def test_gpus_of_a_divided_engine_in_another_pool_get_their_part_of_the_weights(
+    tmp_path: Path, actors: int, way: str
+) -> None:
+    spec = job(
+        write_config(tmp_path),
+        pools=[{"name": "all", "gpusPerNode": actors}, {"name": "engines", "gpusPerNode": 4}],
+        placement={"actor": "all", "rollout": ["engines"]},
+        rollout={"tensorParallelSize": 2},
+    )
+    found = plan_job(spec, {"all": H200, "engines": H200}, runner=measure)
+    [weights] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "weights"]
+    assert weights["way"] == way
+    # In bfloat16; each of four GPUs gets a half.
+    assert (weights["bytes_each"], weights["number"]) == (found.roles["actor"].measured.num_parameters, 4)
+
+
 def test_the_report_of_a_pipeline(tmp_path: Path) -> None:
     actor = {"miniBatchSize": 32, "maxTokensPerGPU": 1024, "pipelineParallelSize": 2}
     spec = job(write_config(tmp_path), actor=actor, critic={**actor})

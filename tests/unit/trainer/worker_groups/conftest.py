@@ -14,13 +14,11 @@ from tests.unit.trainer.worker_groups.fake_processes import (
 @pytest.fixture
 def replicas() -> Processes:
     """Two replicas of two GPUs; the first processes have GPUs 0 and 2."""
-    return Processes(
-        2,
-        {
-            RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version)],
-            RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]],
-        },
-    )
+    replicas = Processes(2, {RolloutWorker.connect_weights: lambda places: [[{"P2P/CUMEM": 1}, {}], [{}, {}]]})
+    replicas.answers[RolloutWorker.update_weights] = lambda version: [
+        [receipt(version)] * len(workers) for workers in replicas.calls[RolloutWorker.connect_weights]
+    ]
+    return replicas
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any, cast
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink
+from ppojob_trainer.engines.weights.plans import LinkPlan, WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.worker_groups.errors import (
     WorkerGroupError,
 )
@@ -82,12 +83,19 @@ def link(plan: LinkPlan) -> WeightLink:
 
 
 def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
+    """Four ranks that send the same over each of their links."""
+    links: list[list[WeightLink]] = []
+
+    def opened(plans: list[list[LinkPlan]]) -> list[list[WeightLink]]:
+        links[:] = [[link(plan) for plan in of_rank] for of_rank in plans]
+        return list(links)
+
     return Processes(
         4,
         {
-            ActorWorker.open_weights: lambda plans: [[link(plan) for plan in of_rank] for of_rank in plans],
+            ActorWorker.open_weights: opened,
             ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
-            ActorWorker.push_weights: lambda version: [sends(version)] * 4,
+            ActorWorker.push_weights: lambda version: [[sends(version)] * len(of_rank) for of_rank in links],
         },
     )
 

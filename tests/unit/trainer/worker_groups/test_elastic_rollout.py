@@ -114,7 +114,7 @@ class Some:
         found = asyncio.get_running_loop().create_future()
         self._replicas.arguments[method] = arguments
         self._replicas.calls += [(method.__name__, rank) for rank in self.ranks]
-        default = receipt(arguments[0]) if method is RolloutWorker.update_weights else [{}]
+        default: Any = [receipt(arguments[0])] if method is RolloutWorker.update_weights else [{}]
         answers = [self._replicas.answers.get((method.__name__, rank), default) for rank in self.ranks]
         failure = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if failure is None:

@@ -10,7 +10,7 @@ import pytest
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receivers, link_plans
+from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, link_plans
 from ppojob_trainer.worker_groups.errors import (
     WorkerFailedError,
     WorkerGroupError,
@@ -91,7 +91,7 @@ def raising(failure: Exception) -> Callable[..., Any]:
     [
         # Ranks 0 and 1 send to the first replica's workers; ranks 2 and 3 had the second's.
         ({"actor": "train"}, [[("rank 0", 1), ("rank 1", 1)]]),
-        ({"actor": "train", "rollout": ["write"]}, [[("rank 0", 1), ("rank 0", 2)]]),
+        ({"actor": "train", "rollout": ["write"]}, [[("rank 0", 1), ("rank 1", 1)]]),
     ],
 )
 async def test_before_the_next_push_the_weights_are_connected_without_a_lost_engine(
@@ -99,7 +99,7 @@ async def test_before_the_next_push_the_weights_are_connected_without_a_lost_eng
 ) -> None:
     spec = spec_of(placement)
     answers = {
-        RolloutWorker.update_weights: lambda version: [receipt(version)],
+        RolloutWorker.update_weights: lambda version: [[receipt(version)] * 2],
         RolloutWorker.connect_weights: lambda places: [[{}, {}]],
     }
     replicas, sender = Processes(2, answers), actor()

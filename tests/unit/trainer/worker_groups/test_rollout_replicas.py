@@ -50,14 +50,16 @@ async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
     await weights.push(1)
 
 
-async def test_in_a_separate_pool_all_workers_connect_to_rank_zero(replicas: Processes, holders: Processes) -> None:
+async def test_in_a_separate_pool_each_tensor_parallel_rank_has_its_own_sender(
+    replicas: Processes, holders: Processes
+) -> None:
     spec = spec_of({"actor": "train", "rollout": ["write"]})
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders)], spec)
     sent = await weights.connect()
     places = [
         [(link.address, number) for link, number in each] for each in replicas.calls[RolloutWorker.connect_weights]
     ]
-    assert places == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+    assert places == [[("rank 0", 1), ("rank 1", 1)], [("rank 0", 2), ("rank 1", 2)]]
     assert sent == [{"NET/IB": 1}, {}, {}, {}, {"P2P/CUMEM": 1}, {}, {}, {}], (
         "of each rank, then of each engine's worker"
     )
@@ -92,7 +94,7 @@ async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holder
 
 
 @pytest.mark.parametrize(
-    ("placement", "senders"), [({"actor": "train"}, 4), ({"actor": "train", "rollout": ["write"]}, 1)]
+    ("placement", "senders"), [({"actor": "train"}, 4), ({"actor": "train", "rollout": ["write"]}, 2)]
 )
 async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
     replicas: Processes, holders: Processes, placement: dict[str, str], senders: int
@@ -106,7 +108,7 @@ async def test_the_rate_of_a_push_is_that_of_one_worker_however_many_send(
     assert moved["comm_gb_per_s/update_weights"] * moved["comm_s/update_weights"] == pytest.approx(8e-9)
 
 
-async def test_engines_in_a_pool_that_is_shared_meet_rank_zero_beside_those_on_the_actors_gpus(
+async def test_engines_in_a_pool_that_is_shared_have_other_senders_than_those_on_the_actors_gpus(
     replicas: Processes, holders: Processes
 ) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
@@ -121,16 +123,19 @@ async def test_engines_in_a_pool_that_is_shared_meet_rank_zero_beside_those_on_t
     moved = await weights.push(1)
 
     assert places_told(replicas) == [[("rank 0", 1), ("rank 1", 1)], [("rank 2", 1), ("rank 3", 1)]]
-    assert places_told(shared) == [[("rank 0", 1), ("rank 0", 2)], [("rank 0", 3), ("rank 0", 4)]]
+    assert places_told(shared) == [[("rank 0", 1), ("rank 1", 1)], [("rank 0", 2), ("rank 1", 2)]]
     assert order == [("own", "weights"), ("shared", "weights"), ("own", "kv_cache"), ("shared", "kv_cache")]
-    assert moved["comm_mb/update_weights"] == pytest.approx(5 * 8e-6)
+    assert moved["comm_mb/update_weights"] == pytest.approx(6 * 8e-6)
     assert moved["comm_read_back/update_weights"] == 8
 
 
 async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     answers = {
-        RolloutWorker.update_weights: lambda version: [receipt(version), receipt(version + 1)],
+        RolloutWorker.update_weights: lambda version: [
+            [receipt(version)] * 2,
+            [receipt(version), receipt(version + 1)],
+        ],
         RolloutWorker.connect_weights: lambda places: [[{}, {}], [{}, {}]],
     }
     shared = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))

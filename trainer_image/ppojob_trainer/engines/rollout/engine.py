@@ -41,7 +41,8 @@ from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_p
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
@@ -173,8 +174,8 @@ class RolloutEngine:
         """
         return await self._workers("ppojob_connect_weights", [[link.to_wire(), number] for link, number in places])
 
-    async def update_weights(self, version: int) -> Receipt:
-        """Load the weights that the trainer's `push(version)` sends at the same time.
+    async def update_weights(self, version: int) -> list[Receipt]:
+        """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
         If weights may change in flight, vLLM stays paused after a failure: its weights may be of two versions.
 
@@ -191,12 +192,9 @@ class RolloutEngine:
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         self.weights_version, self._has_weights = version, True
-        first = receipts[0]
-        if any(receipt != first for receipt in receipts):
-            raise RolloutError(f"the {len(receipts)} workers of a replica loaded different weights: {receipts}")
         if self.options.updates_in_flight:
             await self._resume(version)
-        return Receipt(**{**first, "checksums": tuple(first["checksums"])})
+        return [Receipt(**{**receipt, "checksums": tuple(receipt["checksums"])}) for receipt in receipts]
 
     async def _pause(self) -> None:
         """Wait until vLLM's current step is done, and begin no other one. All responses stay as they are."""

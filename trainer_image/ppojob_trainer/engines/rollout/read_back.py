@@ -1,9 +1,10 @@
 """Checks whether vLLM's model holds the received weights, by reading its parameters after they were copied.
 
 The checksums of a transfer cover the bytes that arrived. Then vLLM's `load_weights` renames, fuses and pads them. All
-of this preserves one number, the sum of all parameters' bit patterns, which is compared here. Some models leave out
-weights on purpose, such as layers for speculative decoding: this is logged, and nothing is compared. Called by the
-worker extension. Pure torch, and exact.
+of this preserves one number, the sum of all parameters' bit patterns, which is compared here. For a model that is
+divided over GPUs, only the boxes that this GPU's loaders read count (`loader_reads`). Some models leave out weights on
+purpose, such as layers for speculative decoding: this is logged, and nothing is compared. Called by the worker
+extension. Pure torch, and exact.
 """
 
 from __future__ import annotations
@@ -15,18 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.weights.sums import PIECE, patterns
 
 __all__ = ["ReadBack", "bits_of", "total_of"]
 
 logger = logging.getLogger(__name__)
 
-# torch sums whole numbers of 2 bytes from a copy of 8 bytes each, so it gets 128 MiB of them at a time.
-_PIECE = 2**24
-_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class ReadBack:
-    """Follows one weight transfer: `passing` while the weights are loaded, then `check`."""
+    """Follows one weight transfer: `passing` or `add` while the weights are loaded, then `check`."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -37,15 +35,20 @@ class ReadBack:
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and add up the tensors."""
         for name, tensor in tensors:
-            self._sums.append(bits_of(tensor))
-            self._dtypes.add(tensor.dtype)
-            self._num_numbers += tensor.numel()
+            self.add(tensor)
             yield name, tensor
 
-    def check(self, model: nn.Module) -> bool:
-        """Compare with the parameters of the whole model; return whether this was possible. Waits for the device.
+    def add(self, tensor: Tensor) -> None:
+        """Add up numbers that belong into the model."""
+        self._sums.append(bits_of(tensor))
+        self._dtypes.add(tensor.dtype)
+        self._num_numbers += tensor.numel()
 
-        A model is not compared if its dtype differs from that of the weights, or if it has fewer numbers than arrived.
+    def check(self, model: nn.Module) -> bool:
+        """Compare with the parameters of the model, or of this GPU's part of it; return whether this was possible.
+
+        Waits for the device. A model is not compared if its dtype differs from that of the weights, or if it has fewer
+        numbers than arrived.
 
         Raises:
             WeightSyncError: some of the weights are not in the model, or the model has some that were not sent.
@@ -70,9 +73,7 @@ class ReadBack:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bit patterns, an int64 scalar that does not depend on the tensor's layout."""
-    # Of one dimension: views of another dtype want the last one dense.
-    patterns = tensor.contiguous().view(-1).view(_PATTERNS[tensor.element_size()])
-    return total_of([piece.sum(dtype=torch.int64) for piece in torch.split(patterns, _PIECE)])
+    return total_of([piece.sum(dtype=torch.int64) for piece in torch.split(patterns(tensor).view(-1), PIECE)])
 
 
 def total_of(sums: list[Tensor]) -> Tensor:

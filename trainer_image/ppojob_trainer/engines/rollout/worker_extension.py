@@ -6,13 +6,15 @@ they are loaded with `reload_weights`, which takes six times as long but handles
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
+A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,15 +25,17 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
+from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weights.transfer import WeightLink, WeightReceiver
+from ppojob_trainer.engines.weights.boxes import Box
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receiver import WeightReceiver
 
-READ_BACK_EVERY: Final = 10
-"""vLLM's parameters are read back at the first push and at every tenth push after it."""
+Boxes: TypeAlias = dict[str, tuple[Box, ...]]
 
 
 class WeightReceiverExtension:
@@ -63,48 +67,61 @@ class WeightReceiverExtension:
         self.ppojob_disconnect_weights()
         link, number = places[self.rank]
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
-        self.ppojob_num_pushes = 0
         return self.ppojob_receiver.transports()
 
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
-        stream, is_read_back = self.ppojob_receiver.begin(version), False
-        model = self.model_runner.get_model()
+        receiver = self.ppojob_receiver
+        stream = receiver.begin(version)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            if self.device.type == "cuda" and keeps_weights_as_they_come(model):
-                is_read_back = self._ppojob_copy_in(version, iter(stream))
-            elif is_quantized(model):
-                is_read_back = self._ppojob_quantize(version, iter(stream))
-            else:
-                self._ppojob_reload(version, iter(stream))
+            is_read_back, boxes = self._ppojob_load(version, iter(stream), is_compared=stream.is_compared)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return asdict(replace(stream.receipt(), is_read_back=is_read_back))
+        receipt = stream.receipt()
+        if boxes is not None:
+            receiver.ask_for(boxes)
+        return asdict(replace(receipt, is_read_back=is_read_back))
 
-    def _ppojob_copy_in(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Copy weights into vLLM's model; return whether they were read back and compared."""
+    def _ppojob_load(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]], *, is_compared: bool
+    ) -> tuple[bool, Boxes | None]:
+        """Load weights.
+
+        Returns:
+            Whether they were read back and compared, and which boxes of them were read: of a compared load into a
+            tensor-parallel part of a model.
+        """
         model = self.model_runner.get_model()
-        is_due = self._ppojob_is_due()
-        if not (is_due and self._ppojob_is_whole()):
-            model.load_weights(tensors)
-            return False
+        is_copied = self._ppojob_copies(model)
+        load = model.load_weights if is_copied else partial(self._ppojob_reload, version)
+        if not is_compared:
+            load(tensors)
+            return False, None
+        if is_quantized(model):
+            return self._ppojob_quantize(version, tensors)
         read_back = ReadBack(version)
-        model.load_weights(read_back.passing(tensors))
-        return read_back.check(model)
+        if self._ppojob_is_whole():
+            load(read_back.passing(tensors) if is_copied else tensors)
+            return is_copied and read_back.check(model), None
+        with LoaderReads(read_back.add if is_copied else None) as reads:
+            load(reads.passing(tensors))
+        return reads.are_exact(model) and is_copied and read_back.check(model), reads.boxes()
 
-    def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Have vLLM round weights to its format; return whether all of them were read back and compared."""
-        if not self._ppojob_is_due():
-            self._ppojob_reload(version, tensors)
-            return False
+    def _ppojob_copies(self, model: nn.Module) -> bool:
+        """Whether weights are copied into the model's parameters, and need no reload."""
+        return self.device.type == "cuda" and keeps_weights_as_they_come(model)
+
+    def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[bool, Boxes | None]:
+        """Have vLLM round weights to its format, and compare them; return what `_ppojob_load` returns."""
+        is_whole, boxes = self._ppojob_is_whole(), None
         with read_back_quantized(self.model_runner.get_model(), version) as read_back:
-            self._ppojob_reload(version, read_back.passing(tensors))
-        return read_back.check(is_whole=self._ppojob_is_whole())
-
-    def _ppojob_is_due(self) -> bool:
-        """Count a push; return whether its weights are read back."""
-        self.ppojob_num_pushes += 1
-        return (self.ppojob_num_pushes - 1) % READ_BACK_EVERY == 0
+            if is_whole:
+                self._ppojob_reload(version, read_back.passing(tensors))
+            else:
+                with LoaderReads() as reads:
+                    self._ppojob_reload(version, reads.passing(tensors))
+                boxes = reads.boxes()
+        return read_back.check(is_whole=is_whole), boxes
 
     def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load weights by vLLM's own means, and count what was loaded."""
@@ -117,7 +134,7 @@ class WeightReceiverExtension:
             pack_tied_heads(model)
 
     def _ppojob_is_whole(self) -> bool:
-        """Whether this process has the whole model. A tensor-parallel part has other sums."""
+        """Whether this process has the whole model, and not a tensor-parallel part."""
         return self.vllm_config.parallel_config.tensor_parallel_size == 1
 
     def ppojob_disconnect_weights(self) -> None:

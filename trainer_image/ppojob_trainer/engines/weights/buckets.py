@@ -1,7 +1,8 @@
 """The layout of a model's parameters in buckets of bytes, equal at both ends of a weight transfer.
 
-Called by `transfer`. Tensors are sent in buckets, because a message for each would cost more than its bytes. A
-tensor is never split: one that is larger than a bucket gets a separate bucket.
+Called by `sender` and `receiver`. Tensors are sent in buckets, because a message for each would cost more than its
+bytes. A tensor is never split: one that is larger than a bucket gets a separate bucket. A bucket may have only some
+boxes of a tensor, one after the other; the receiver's tensor is whole in any case, and has NaN outside of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from ppojob_trainer.engines.weights.boxes import Box, inside, num_numbers, whole_box
+
 BUCKET_BYTES: Final = 256 * 2**20
 # A row of the checksum: 64 numbers of 8 bytes. Buckets are whole rows.
 _ROW_BYTES: Final = 512
@@ -22,11 +25,15 @@ _ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter, by its name in a HuggingFace checkpoint."""
+    """One parameter, by its name in a HuggingFace checkpoint.
+
+    shape: of the whole tensor. boxes: what is sent of it, without overlap; None: all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    boxes: tuple[Box, ...] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -37,8 +44,13 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+        """Bytes of what is sent."""
+        return sum(num_numbers(box) for box in self.sent_boxes) * self.torch_dtype.itemsize
+
+    @property
+    def sent_boxes(self) -> tuple[Box, ...]:
+        """The boxes, also of a whole tensor."""
+        return (whole_box(self.shape),) if self.boxes is None else self.boxes
 
 
 class WeightSource(Protocol):
@@ -61,11 +73,29 @@ class Bucket:
     offsets: tuple[int, ...]
     num_bytes: int
 
-    def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters in a uint8 buffer, as views."""
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            flat = buffer[offset : offset + spec.num_bytes].view(spec.torch_dtype)
-            yield spec.name, flat.view(spec.shape)
+    def parts(self, buffer: Tensor, index: int) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes of a parameter with their views in a uint8 buffer, each in the shape of the box."""
+        spec, end = self.specs[index], self.offsets[index]
+        for box in spec.sent_boxes:
+            begin, end = end, end + num_numbers(box) * spec.torch_dtype.itemsize
+            yield box, buffer[begin:end].view(spec.torch_dtype).view([stop - start for start, stop in box])
+
+    def pack(self, buffer: Tensor, index: int, tensor: Tensor) -> None:
+        """Copy what is sent of a whole parameter into a uint8 buffer."""
+        for box, part in self.parts(buffer, index):
+            part.copy_(inside(tensor, box))
+
+    def tensors(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters in a uint8 buffer, contiguous: as views, or else with NaN for what was not sent."""
+        for index, spec in enumerate(self.specs):
+            if spec.boxes is None or spec.boxes == (whole_box(spec.shape),):
+                ((_, tensor),) = self.parts(buffer, index)
+                yield spec.name, tensor
+                continue
+            tensor = torch.full(spec.shape, torch.nan, dtype=spec.torch_dtype, device=buffer.device)
+            for box, part in self.parts(buffer, index):
+                inside(tensor, box).copy_(part)
+            yield spec.name, tensor
 
 
 def make_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -76,13 +106,13 @@ def make_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = BUCKET_BYTES) 
     end = 0
     for spec in specs:
         if taken and end + spec.num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
+            buckets.append(_bucket(taken, offsets, end))
             taken, offsets, end = [], [], 0
         taken.append(spec)
         offsets.append(end)
         end = _round_up(end + spec.num_bytes, _ALIGNMENT)
     if taken:
-        buckets.append(Bucket(tuple(taken), tuple(offsets), _round_up(end, _ROW_BYTES)))
+        buckets.append(_bucket(taken, offsets, end))
     return buckets
 
 
@@ -101,12 +131,26 @@ def buckets_from_text(text: bytes) -> list[Bucket]:
     """Undo `buckets_to_text`."""
     return [
         Bucket(
-            tuple(TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in entry["specs"]),
+            tuple(
+                TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"], boxes_from_json(spec["boxes"]))
+                for spec in entry["specs"]
+            ),
             tuple(entry["offsets"]),
             entry["num_bytes"],
         )
         for entry in json.loads(text)
     ]
+
+
+def boxes_from_json(boxes: list[list[list[int]]] | None) -> tuple[Box, ...] | None:
+    """Return boxes that went through JSON."""
+    if boxes is None:
+        return None
+    return tuple(tuple((start, stop) for start, stop in box) for box in boxes)
+
+
+def _bucket(specs: Sequence[TensorSpec], offsets: Sequence[int], end: int) -> Bucket:
+    return Bucket(tuple(specs), tuple(offsets), max(_ROW_BYTES, _round_up(end, _ROW_BYTES)))
 
 
 def _round_up(value: int, step: int) -> int:

@@ -1,6 +1,6 @@
 """How buckets of bytes get from a trainer's rank to rollout replicas: gloo, NCCL, or memory of a shared GPU.
 
-Called by `transfer`, which says what the bytes are. Process groups here exist beside the default one, so a
+Called by `sender` and `receiver`, which say what the bytes are. Process groups here exist beside the default one, so a
 vLLM worker, which has its own, can join. Every wait has the channel's limit.
 """
 
@@ -10,7 +10,7 @@ import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ppojob_trainer.engines.network import local_address
 from ppojob_trainer.engines.transports import CUDA_IPC, GLOO, NcclLog, Transports
-
-Backend = Literal["gloo", "nccl", "cuda_ipc"]
 
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 """Variable with gloo's network interfaces, with commas between them; torch's own groups read it too."""

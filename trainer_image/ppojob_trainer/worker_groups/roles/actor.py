@@ -14,7 +14,9 @@ from ppojob_trainer.engines.train.batch import EngineMeta
 from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, WeightLink, WeightSender
+from ppojob_trainer.engines.weights.plans import LinkPlan, WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt
+from ppojob_trainer.engines.weights.sender import WeightSender
 from ppojob_trainer.maths.masked import Moments
 from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.advantages import (
@@ -148,8 +150,8 @@ class ActorWorker(EngineWorker):
         return self._sender.prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def push_weights(self, version: int) -> Receipt | None:
-        """Send the weights while the replicas receive them."""
+    def push_weights(self, version: int) -> list[Receipt]:
+        """Send the weights while the replicas receive them; return a receipt for each plan of this rank."""
         assert self._sender is not None, "open_weights() comes first"
         return self._sender.push(version)
 

@@ -34,7 +34,8 @@ from ppojob_trainer.engines.rollout.options import (
     environment,
 )
 from ppojob_trainer.engines.transports import Transports, log_connections
-from ppojob_trainer.engines.weights.transfer import Receipt, WeightLink
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
@@ -249,8 +250,8 @@ class RolloutWorker:
         return self._wait(self._engine.connect_weights(places))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def update_weights(self, version: int) -> Receipt:
-        """Receive and load the weights while the actor sends them."""
+    def update_weights(self, version: int) -> list[Receipt]:
+        """Receive and load the weights while the actor sends them; return the receipt of each vLLM worker."""
         return self._wait(self._engine.update_weights(version))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weights.transfer import LinkPlan, Receipt, Receivers, WeightLink, link_plans, verify
+from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, link_plans
+from ppojob_trainer.engines.weights.receipts import Receipt, verify
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
@@ -102,7 +103,7 @@ class WeightsGroup:
         for rollout in self._rollouts:
             size, others = rollout.workers_per_replica, set(range(rollout.num_replicas)).difference(rollout.ranks)
             lost = frozenset(number for rank in others for number in range(rank * size, (rank + 1) * size))
-            receivers.append(Receivers(rollout.num_replicas * size, rollout.has_actor, lost))
+            receivers.append(Receivers(rollout.num_replicas * size, rollout.has_actor, lost, size))
         return link_plans(self._device, len(self._actor), receivers)
 
     def _members(self) -> list[list[int]]:
@@ -125,7 +126,7 @@ class WeightsGroup:
 
         comm_mb/update_weights: data that all senders sent, in MB (1e6 bytes).
         comm_s/...: seconds of the transfer, without waking the engines up.
-        comm_gb_per_s/...: rate for a whole model, which each of vLLM's GPUs receives.
+        comm_gb_per_s/...: rate at which one of vLLM's GPUs receives: a whole model, or its part of one.
         comm_read_back/...: number of vLLM's GPUs whose parameters were compared with the weights after loading.
 
         Raises:
@@ -203,20 +204,19 @@ class WeightsGroup:
         sending = self._actor.call(ActorWorker.push_weights, version)
         sent, receipts = await asyncio.gather(sending, asyncio.gather(*received))
         seconds = time.perf_counter() - started
-        # All workers of a replica have the same receipt; otherwise the replica would have raised an error.
         receipt_of: dict[int, Receipt] = {
             worker: receipt
             for (_, replicas), answers in zip(self._receiving(), receipts, strict=True)
-            for workers, receipt in zip(replicas, answers, strict=True)
-            for worker in workers
+            for workers, receipts_of_workers in zip(replicas, answers, strict=True)
+            for worker, receipt in zip(workers, receipts_of_workers, strict=True)
         }
         sizes = []
+        receipts_of_rank = [iter(of_rank) for of_rank in sent]
         for plan in self._plans:
-            receipt = sent[plan.sender_rank]
-            assert receipt is not None, "a rank with a plan has sent"
+            receipt = next(receipts_of_rank[plan.sender_rank])
             sizes.append(receipt.num_bytes)
             verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
-        moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": sizes[0] / 1e9 / seconds}
+        moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": max(sizes) / 1e9 / seconds}
         moved["read_back"] = float(sum(receipt.is_read_back for receipt in receipt_of.values()))
         return moved
 

@@ -1,0 +1,66 @@
+"""A vLLM engine of two GPUs follows pushed weights, and both GPUs' parameters are read back: over NCCL and CUDA IPC."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.trainer.divided_engine import divided
+from tests.integration.trainer.tiny_model import INITIALIZER_RANGE, write_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+LIMIT_SECONDS = 300
+# 170 million parameters. One KV head is on both GPUs, and the 257 tokens of the vocabulary are 160 and 97.
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "initializer_range": INITIALIZER_RANGE / 4,
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model: Path = write_tiny_model(tmp_path_factory.mktemp("model"), **SHAPE)
+    found = divided(model, "CUDA", "nccl", "cuda_ipc", limit=LIMIT_SECONDS)
+    print(json.dumps(found, indent=1))
+    return found
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+@pytest.mark.parametrize("backend", ["nccl", "cuda_ipc"])
+def test_both_gpus_follow_the_weights(seen: dict[str, Any], backend: str) -> None:
+    found = seen[backend]
+    for push in ("first", "new", "old", "new again"):
+        # The engine rounds to bfloat16, and the reference does not.
+        assert found[push]["apart"] < 0.2 * found["stale"], push
+
+
+def test_parameters_are_read_back(seen: dict[str, Any]) -> None:
+    read_back = {
+        backend: [found[push]["is_read_back"] for push in ("first", "new", "old")] for backend, found in seen.items()
+    }
+    both, none = [True, True], [False, False]
+    assert read_back == {"nccl": [both, both, none], "cuda_ipc": [both, none, none]}
+
+
+def test_each_gpu_gets_its_part_over_nccl(seen: dict[str, Any]) -> None:
+    whole = seen["nccl"]["num_bytes"]
+    assert seen["nccl"]["first"]["bytes"] == [whole] * 2
+    assert all(0.5 * whole < number < 0.55 * whole for number in seen["nccl"]["new"]["bytes"])
+    assert seen["cuda_ipc"]["new"]["bytes"] == [whole] * 2
+
+
+def test_parts_of_the_other_gpu_are_refused(seen: dict[str, Any]) -> None:
+    assert "are not those of the trainer's weights" in seen["nccl"]["refusal"]

@@ -1,0 +1,205 @@
+"""Pushes weights to a real vLLM engine of two tensor-parallel workers; prints what was seen as JSON.
+
+`divided` runs it as a process, `python -m tests.integration.trainer.divided_engine MODEL DEVICE BACKEND ...`, because
+vLLM reads its environment at its import. The engine is connected by one backend after the other. On CUDA, worker i has
+GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one; with backend
+cuda_ipc, on the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ppojob_api.v1alpha1.runtime import Device
+from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
+from ppojob_trainer.engines.weights.announcements import COMPARED_EVERY
+from tests.integration.trainer.in_flight_updates import Source, log_probs, other_weights
+
+PROJECT = Path(__file__).parents[3]
+MODULE = "tests.integration.trainer.divided_engine"
+LIMIT_S = 300.0
+SIZE = 2
+PROMPT = [5 + position % 7 for position in range(20)]
+SAMPLING = SamplingOptions(max_tokens=24, ignore_eos=True)
+
+
+def divided(model: Path, device: str, *backends: str, limit: float) -> dict[str, Any]:
+    """Run this module as a process and return what it has seen with each backend."""
+    command = [sys.executable, "-m", MODULE, str(model), device, *backends]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
+    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
+    return found
+
+
+class Pushes:
+    """An engine, and a sender for each of its workers."""
+
+    def __init__(self, engine: Any, backend: str, dtype: Any, version: int) -> None:
+        self.engine, self.backend, self.dtype = engine, backend, dtype
+        self.version, self.number = version, 0
+        self.senders: list[Any] = []
+        self.sources: list[Source] = []
+
+    def device_of(self, part: int) -> Any:
+        import torch
+
+        if self.engine.options.device is Device.CPU:
+            return torch.device("cpu")
+        return torch.device("cuda", part if self.backend == "cuda_ipc" else SIZE - 1 - part)
+
+    async def connect(self, model: Any) -> None:
+        from ppojob_trainer.engines.weights.plans import LinkPlan
+        from ppojob_trainer.engines.weights.sender import WeightSender
+
+        self.sources = [Source(self.weights(model, part)) for part in range(SIZE)]
+        self.senders = [
+            WeightSender(
+                source,
+                [LinkPlan(part, self.backend, (part,), None if self.backend == "cuda_ipc" else part)],  # type: ignore[arg-type]
+                "127.0.0.1",
+                LIMIT_S,
+                self.device_of(part),
+            )
+            for part, source in enumerate(self.sources)
+        ]
+        links = [link for sender in self.senders for link in sender.listen()]
+        preparing = (asyncio.to_thread(self.on_device, part, "prepare") for part in range(SIZE))
+        await asyncio.gather(*preparing, self.engine.connect_weights([(link, 1) for link in links]))
+
+    def on_device(self, part: int, method: str, *arguments: Any) -> Any:
+        """Call a sender in a thread of its own, whose GPU is the sender's."""
+        import torch
+
+        if self.device_of(part).type == "cuda":
+            torch.cuda.set_device(self.device_of(part))
+        return getattr(self.senders[part], method)(*arguments)
+
+    def weights(self, model: Any, part: int) -> dict[str, Any]:
+        named = model.named_parameters()
+        return {name: tensor.detach().to(self.device_of(part), self.dtype) for name, tensor in named}
+
+    async def push(self, model: Any) -> dict[str, Any]:
+        """Push a model's weights; return seconds, bytes to each worker, and whether each one was read back."""
+        from ppojob_trainer.engines.weights.receipts import verify
+
+        self.version, self.number = self.version + 1, self.number + 1
+        for part, source in enumerate(self.sources):
+            source.weights = self.weights(model, part)
+        started = time.perf_counter()
+        sending = (asyncio.to_thread(self.on_device, part, "push", self.version) for part in range(SIZE))
+        *sent, received = await asyncio.gather(*sending, self.engine.update_weights(self.version))
+        seconds = time.perf_counter() - started
+        for [receipt], worker in zip(sent, received, strict=True):
+            verify(receipt, [worker])
+        return {
+            "seconds": seconds,
+            "bytes": [worker.num_bytes for worker in received],
+            "is_read_back": [worker.is_read_back for worker in received],
+        }
+
+    async def apart(self, model: Any) -> float:
+        """Return how far the engine's log-probs of a sampled response are from a model's, by the mean."""
+        [response] = await self.engine.generate([PROMPT], [self.version], SAMPLING)
+        theirs, _ = log_probs(model, [*PROMPT, *response.token_ids])
+        differences = [abs(a - b) for a, b in zip(response.log_probs, theirs[len(PROMPT) - 1 :], strict=True)]
+        return sum(differences) / len(differences)
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+
+@contextmanager
+def swapped_boxes(senders: Sequence[Any]) -> Iterator[None]:
+    """Let the first sender pack the boxes of the second worker, where these have as many numbers."""
+    from ppojob_trainer.engines.weights.buckets import Bucket
+
+    pack = Bucket.pack
+    [other] = senders[1]._link_ends
+    theirs = {spec.name: spec for bucket in other._buckets for spec in bucket.specs}
+    [mine] = senders[0]._link_ends
+
+    def swapped(bucket: Any, buffer: Any, index: int, tensor: Any) -> None:
+        spec = bucket.specs[index]
+        if any(bucket is each for each in mine._buckets) and spec.num_bytes == theirs[spec.name].num_bytes:
+            specs = [*bucket.specs]
+            specs[index] = theirs[spec.name]
+            bucket = replace(bucket, specs=tuple(specs))
+        pack(bucket, buffer, index, tensor)
+
+    Bucket.pack = swapped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Bucket.pack = pack  # type: ignore[method-assign]
+
+
+async def scenario(path: str, options: RolloutOptions, backends: Sequence[str]) -> dict[str, Any]:
+    from ppojob_trainer.engines.rollout.engine import RolloutEngine
+
+    engine = RolloutEngine(options)
+    await engine.start()
+    old, new = other_weights(path)
+    seen = {backend: await seen_by(engine, backend, old, new) for backend in backends}
+    await engine.shutdown()
+    return seen
+
+
+async def seen_by(engine: Any, backend: str, old: Any, new: Any) -> dict[str, Any]:
+    import torch
+
+    from ppojob_trainer.engines.errors import RolloutError
+
+    dtype = torch.float32 if engine.options.device is Device.CPU else torch.bfloat16
+    pushes = Pushes(engine, backend, dtype, engine.weights_version)
+    await pushes.connect(old)
+    seen: dict[str, Any] = {"num_bytes": sum(tensor.numel() * dtype.itemsize for tensor in old.parameters())}
+    for name, model in (("first", old), ("new", new), ("old", old), ("new again", new)):
+        seen[name] = {**await pushes.push(model), "apart": await pushes.apart(model)}
+    seen["stale"] = await pushes.apart(old)
+    if backend != "cuda_ipc":
+        # The eleventh push is the next one that is compared.
+        while pushes.number < COMPARED_EVERY:
+            await pushes.push(old)
+        with swapped_boxes(pushes.senders):
+            try:
+                await pushes.push(new)
+            except RolloutError as error:
+                seen["refusal"] = str(error)
+    pushes.close()
+    return seen
+
+
+def main() -> None:
+    path, device, *backends = sys.argv[1:]
+    is_cuda = Device(device) is Device.CUDA
+    options = RolloutOptions(
+        path=path,
+        device=Device(device),
+        max_model_len=len(PROMPT) + SAMPLING.max_tokens,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.3,
+        enforce_eager=True,
+        tensor_parallel_size=SIZE,
+        timeout_seconds=LIMIT_S,
+        # The trainer itself gives CPU engines one worker.
+        engine_args={} if is_cuda else {"tensor_parallel_size": SIZE, "distributed_executor_backend": "mp"},
+    )
+    os.environ.update(environment(options, num_threads=1))
+    print("SEEN " + json.dumps(asyncio.run(scenario(path, options, backends))))
+
+
+if __name__ == "__main__":
+    main()

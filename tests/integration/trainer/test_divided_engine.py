@@ -1,0 +1,47 @@
+"""A vLLM engine of two tensor-parallel workers follows pushed weights, though each worker gets its part only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.trainer.divided_engine import divided
+from tests.integration.trainer.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+LIMIT_S = 600
+ROUNDING = 1e-4
+"""float32 on both sides; sums in another order differ by about 2e-6 on this model."""
+MODELS: dict[str, dict[str, Any]] = {
+    # 257 tokens; one KV head on both workers.
+    "llama": {"num_attention_heads": 4, "head_dim": 32},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"), request.param, **MODELS[request.param])
+    found: dict[str, Any] = divided(model, "CPU", "gloo", limit=LIMIT_S)["gloo"]
+    return found
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_the_engine_follows_the_weights(seen: dict[str, Any]) -> None:
+    for push in ("first", "new", "old", "new again"):
+        assert seen[push]["apart"] < ROUNDING, push
+    assert seen["stale"] > 100 * ROUNDING
+
+
+def test_each_worker_gets_its_part_after_the_first_push(seen: dict[str, Any]) -> None:
+    assert seen["first"]["bytes"] == [seen["num_bytes"]] * 2
+    for push in ("new", "old", "new again"):
+        # Of this small model, norms and the shared KV head are a few percent.
+        assert all(number < 0.65 * seen["num_bytes"] for number in seen[push]["bytes"])
+        assert sum(seen[push]["bytes"]) >= seen["num_bytes"]
+
+
+def test_parts_of_the_other_worker_are_refused(seen: dict[str, Any]) -> None:
+    assert "parts of version 11 are not those of the trainer's weights" in seen["refusal"]

@@ -1,0 +1,167 @@
+"""The end of a weight transfer in vLLM's worker processes; `sender` is the other one.
+
+Used by the worker extension. It refuses weights of another version, boxes that are not those of the trainer's weights,
+and boxes that do not suffice any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
+from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.transports import Transports
+from ppojob_trainer.engines.weights.announcements import (
+    BUCKETS,
+    DIVIDED_BUCKETS,
+    Announcement,
+    announcement_key,
+    boxes_key,
+)
+from ppojob_trainer.engines.weights.boxes import Box
+from ppojob_trainer.engines.weights.buckets import Bucket, buckets_from_text, checksum
+from ppojob_trainer.engines.weights.channels import Channel, open_channel
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt, receipt_of
+from ppojob_trainer.engines.weights.sums import agree, num_sums
+
+logger = logging.getLogger(__name__)
+
+
+class WeightReceiver:
+    """A replica's end of a weight transfer; vLLM's worker holds one."""
+
+    def __init__(self, link: WeightLink, rank: int, device: torch.device) -> None:
+        """Connect; the sender prepares at the same time.
+
+        Args:
+            rank: this receiver's number among all receivers of the link, from 1.
+
+        Raises:
+            RendezvousError: the sender or another replica did not join in time.
+        """
+        self._link, self._rank, self._num_receipts = link, rank, 0
+        self._asked: Mapping[str, tuple[Box, ...]] | None = None
+        self._is_divided = False
+        try:
+            self._store = connect(link.address, link.port, link.timeout_seconds)
+            self._channel = open_channel(
+                link.backend, self._store, rank, 1 + link.num_receivers, device, link.timeout_seconds
+            )
+        except (RendezvousError, dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"rollout receiver {rank} of {link.num_receivers} did not reach the trainer's rank at "
+                f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"
+            ) from error
+        self._buckets = buckets_from_text(self._store.get(BUCKETS))
+
+    def transports(self) -> Transports:
+        """Return the transports by which this receiver passes weights on to others."""
+        return self._channel.transports()
+
+    def begin(self, version: int) -> WeightStream:
+        """Return the tensors of the next push.
+
+        Raises:
+            WeightSyncError: the push has another version, or other boxes than this receiver asked for.
+            WeightLinkError: the sender did not start in time.
+        """
+        key = announcement_key(self._num_receipts)
+        try:
+            announced = Announcement.from_text(self._store.get(key))
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightLinkError(
+                f"the trainer did not begin to send version {version} within {self._link.timeout_seconds:g} s"
+            ) from error
+        self._num_receipts += 1
+        if announced.version != version:
+            raise WeightSyncError(f"the trainer sends version {announced.version} of the weights, wanted was {version}")
+        if announced.is_divided and not self._is_divided:
+            self._buckets = buckets_from_text(self._store.get(DIVIDED_BUCKETS))
+            self._is_divided = True
+        return WeightStream(announced, self._buckets, self._channel)
+
+    def ask_for(self, boxes: Mapping[str, tuple[Box, ...]]) -> None:
+        """Ask for boxes of the weights, those that the loaders read; over a divided link, later pushes have only them.
+
+        Args:
+            boxes: of each weight, without overlap, in order.
+
+        Raises:
+            WeightSyncError: the loaders read other boxes than in the push before, and those were not sent.
+        """
+        if self._asked is None:
+            self._asked = boxes
+            if self._link.is_divided:
+                self._store.set(boxes_key(self._rank), json.dumps(boxes, sort_keys=True))
+        elif self._is_divided and boxes != self._asked:
+            first = next(name for name in self._asked if boxes.get(name) != self._asked[name])
+            raise WeightSyncError(
+                f"vLLM's loader reads other parts of the weights than before: {boxes.get(first)} of {first}, and "
+                f"{self._asked[first]} was sent; report this with the model's config.json"
+            )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
+class WeightStream:
+    """Iterates once over (name, whole tensor); afterwards `receipt` has the record of them.
+
+    is_compared: the reader should compare its parameters with the weights after loading.
+    """
+
+    def __init__(self, announced: Announcement, buckets: Sequence[Bucket], channel: Channel) -> None:
+        self._announced, self._buckets, self._channel = announced, buckets, channel
+        self._checksums: list[Tensor] = []
+        self._agreeing: dict[str, Tensor] = {}
+        self.is_compared = announced.is_compared
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._buckets:
+            buffer = self._channel.receive(bucket.num_bytes)
+            self._checksums.append(checksum(buffer))
+            if self._announced.has_sums:
+                self._compare(bucket, buffer)
+            yield from bucket.tensors(buffer)
+
+    def _compare(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Receive the sums of the bucket's whole tensors, and compare them with its boxes."""
+        numbers = [num_sums(spec.shape) for spec in bucket.specs]
+        sums = self._channel.receive(sum(numbers) * torch.int64.itemsize).view(torch.int64)
+        for index, (spec, of_whole) in enumerate(zip(bucket.specs, torch.split(sums, numbers), strict=True)):
+            for box, part in bucket.parts(buffer, index):
+                agrees = agree(part, box, spec.shape, of_whole)
+                if agrees is None:
+                    logger.warning(
+                        "%s of %s is not compared with the trainer's: it has no whole rows or columns", box, spec.name
+                    )
+                else:
+                    self._agreeing[f"{box} of {spec.name}"] = agrees
+
+    def receipt(self) -> Receipt:
+        """Return the receipt.
+
+        Raises:
+            WeightSyncError: the reader stopped before the last bucket, or a box is not that of the trainer's weights.
+        """
+        version = self._announced.version
+        if len(self._checksums) != len(self._buckets):
+            raise WeightSyncError(
+                f"only {len(self._checksums)} of {len(self._buckets)} buckets of version {version} were loaded"
+            )
+        agreeing = torch.stack(list(self._agreeing.values())).tolist() if self._agreeing else []
+        wrong = [name for name, agrees in zip(self._agreeing, agreeing, strict=True) if not agrees]
+        if wrong:
+            raise WeightSyncError(
+                f"{len(wrong)} of {len(agreeing)} parts of version {version} are not those of the trainer's weights, "
+                f"such as {wrong[0]}"
+            )
+        return receipt_of(version, self._buckets, self._checksums)

@@ -1,0 +1,295 @@
+"""The trainer's end of a weight transfer.
+
+    FSDP rank ─ gather a tensor (all ranks) ─ pack into a bucket ─ channel ─▶ replica: unpack ─▶ vLLM reloads
+          │                                                                        │
+          └──────────────── Receipt: checksums ──────── verify ──────── Receipt ───┘
+
+Used by the actor's processes. The receiver finds it through a `WeightLink`, and works at the same time, bucket by
+bucket. When a push of boxes is compared, each bucket is followed by the sums of its whole tensors (`sums`), which show
+whether a box is the right one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError
+from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.transports import Transports
+from ppojob_trainer.engines.weights.announcements import (
+    BUCKETS,
+    COMPARED_EVERY,
+    DIVIDED_BUCKETS,
+    Announcement,
+    announcement_key,
+    boxes_key,
+)
+from ppojob_trainer.engines.weights.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    TensorSpec,
+    WeightSource,
+    boxes_from_json,
+    buckets_to_text,
+    checksum,
+    make_buckets,
+)
+from ppojob_trainer.engines.weights.channels import Channel, open_channel
+from ppojob_trainer.engines.weights.plans import LinkPlan, WeightLink
+from ppojob_trainer.engines.weights.receipts import Receipt, receipt_of
+from ppojob_trainer.engines.weights.sums import sums_of
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync(Protocol):
+    """The trainer's end of a weight transfer."""
+
+    def listen(self) -> list[WeightLink]:
+        """Open a rendezvous for each of this rank's plans and return their links; empty if it sends to no worker."""
+        ...
+
+    def prepare(self) -> Transports:
+        """Wait for the replicas, which connect at the same time. Return the transports from this rank to them."""
+        ...
+
+    def push(self, version: int) -> list[Receipt]:
+        """Send the weights while the replicas receive them. Collective over all FSDP ranks."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class WeightSender:
+    """`WeightSync` of one FSDP rank."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        plans: Sequence[LinkPlan],
+        address: str,
+        timeout_seconds: float,
+        device: torch.device,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Plan a transfer.
+
+        Args:
+            plans: those of this rank; empty if it only takes part in gathering.
+            address: address of this host that the replicas can reach.
+            timeout_seconds: for the rendezvous and for each bucket.
+            device: where the tensors are.
+            bucket_bytes: of all links together.
+        """
+        self._source = source
+        specs, each = source.specs(), bucket_bytes // max(1, len(plans))
+        self._link_ends = [_LinkEnd(plan, specs, each, address, timeout_seconds, device) for plan in plans]
+
+    def listen(self) -> list[WeightLink]:
+        """See `WeightSync`."""
+        return [link_end.listen() for link_end in self._link_ends]
+
+    def prepare(self) -> Transports:
+        """See `WeightSync`.
+
+        Raises:
+            RendezvousError: not all replicas joined in time.
+        """
+        found: Counter[str] = Counter()
+        for link_end in self._link_ends:
+            found.update(link_end.connect())
+        return dict(found)
+
+    def push(self, version: int) -> list[Receipt]:
+        """See `WeightSync`. Returns the receipts of the sent weights, one for each plan.
+
+        Raises:
+            WeightLinkError: a replica stopped receiving.
+        """
+        gathered = self._source.gather()
+        try:
+            for link_end in self._link_ends:
+                link_end.begin(version)
+            for tensor in gathered:
+                for link_end in self._link_ends:
+                    link_end.send(tensor)
+        except WeightLinkError:
+            # The other ranks gather the remaining tensors, and would wait for this one.
+            for _ in gathered:
+                pass
+            raise
+        return [link_end.receipt() for link_end in self._link_ends]
+
+    def close(self) -> None:
+        """See `WeightSync`."""
+        for link_end in self._link_ends:
+            link_end.close()
+        self._link_ends = []
+
+
+class _LinkEnd:
+    """A rank's end of one link. `begin`, `send` for each tensor and `receipt` are a push."""
+
+    def __init__(
+        self,
+        plan: LinkPlan,
+        specs: Sequence[TensorSpec],
+        bucket_bytes: int,
+        address: str,
+        timeout_seconds: float,
+        device: torch.device,
+    ) -> None:
+        self._plan, self._timeout_seconds, self._device = plan, timeout_seconds, device
+        self._specs, self._bucket_bytes = specs, bucket_bytes
+        self._buckets = make_buckets(specs, bucket_bytes)
+        self._address = address
+        self._store: TCPStore | None = None
+        self._channel: Channel | None = None
+        self._num_pushes, self._is_divided = 0, False
+        self._sending: _Sending | None = None
+
+    def listen(self) -> WeightLink:
+        """Open the rendezvous store and write the layout of the buckets into it."""
+        self._store = listen(self._address, self._timeout_seconds)
+        self._store.set(BUCKETS, buckets_to_text(self._buckets))
+        num_receivers = len(self._plan.receivers)
+        return WeightLink(
+            self._plan.backend,
+            self._address,
+            self._store.port,
+            num_receivers,
+            self._timeout_seconds,
+            self._plan.part is not None,
+        )
+
+    def connect(self) -> Transports:
+        """Wait for the receivers.
+
+        Raises:
+            RendezvousError: not all receivers joined in time.
+        """
+        assert self._store is not None, "listen() comes first"
+        size = 1 + len(self._plan.receivers)
+        try:
+            self._channel = open_channel(self._plan.backend, self._store, 0, size, self._device, self._timeout_seconds)
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"the rollout workers {list(self._plan.receivers)} did not all connect for weights at "
+                f"{self._address}:{self._store.port} within {self._timeout_seconds:g} s: {error}"
+            ) from error
+        return self._channel.transports()
+
+    def begin(self, version: int) -> None:
+        """Announce to the receivers which version is sent next, and how.
+
+        Raises:
+            WeightLinkError: the receivers of a divided link did not ask for their boxes.
+        """
+        assert self._store is not None, "listen() comes first"
+        assert self._channel is not None, "connect() comes first"
+        number = self._num_pushes
+        is_first_divided = number == 1 and self._plan.part is not None and self._divide(self._store)
+        is_compared = is_first_divided or number % COMPARED_EVERY == 0
+        announcement = Announcement(version, is_compared, self._is_divided)
+        self._store.set(announcement_key(number), announcement.to_text())
+        self._num_pushes += 1
+        self._sending = _Sending(announcement, self._buckets, self._channel, self._device)
+
+    def _divide(self, store: TCPStore) -> bool:
+        """Take over the boxes that the receivers asked for; return whether they are the same for all."""
+        try:
+            wanted = {store.get(boxes_key(rank)) for rank in range(1, 1 + len(self._plan.receivers))}
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightLinkError(
+                f"not all rollout workers {list(self._plan.receivers)} asked for their part of the weights within "
+                f"{self._timeout_seconds:g} s: {error}"
+            ) from error
+        if len(wanted) > 1:
+            logger.warning(
+                "rollout workers %s need different parts of the weights: they get whole tensors", self._plan.receivers
+            )
+            return False
+        boxes = json.loads(wanted.pop())
+        specs = [replace(spec, boxes=boxes_from_json(boxes[spec.name])) for spec in self._specs]
+        self._buckets, self._is_divided = make_buckets(specs, self._bucket_bytes), True
+        store.set(DIVIDED_BUCKETS, buckets_to_text(self._buckets))
+        return True
+
+    def send(self, tensor: Tensor) -> None:
+        """Send the next tensor, when its bucket is full.
+
+        Raises:
+            WeightLinkError: a receiver stopped receiving.
+        """
+        assert self._sending is not None, "begin() comes first"
+        try:
+            self._sending.add(tensor)
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightLinkError(
+                f"a rollout replica stopped receiving version {self._sending.version} of the weights: {error}"
+            ) from error
+
+    def receipt(self) -> Receipt:
+        """Return the receipt of the push."""
+        assert self._sending is not None, "begin() comes first"
+        return self._sending.receipt()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._store = self._sending = None
+
+
+class _Sending:
+    """One push over a link: fills a bucket tensor by tensor, and sends it when it is full."""
+
+    def __init__(
+        self, announcement: Announcement, buckets: Sequence[Bucket], channel: Channel, device: torch.device
+    ) -> None:
+        self._announcement, self._buckets, self._channel, self._device = announcement, buckets, channel, device
+        self._places = ((bucket, index) for bucket in buckets for index in range(len(bucket.specs)))
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._sums: list[Tensor] = []
+        self._checksums: list[Tensor] = []
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._announcement.version
+
+    def add(self, tensor: Tensor) -> None:
+        """Pack the next tensor, which is whole."""
+        place = next(self._places, None)
+        assert place is not None, "the source yields more tensors than it has specs"
+        bucket, index = place
+        if index == 0:
+            self._buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            self._sums = []
+        bucket.pack(self._buffer, index, tensor)
+        if self._announcement.has_sums:
+            self._sums.append(sums_of(tensor))
+        if index < len(bucket.specs) - 1:
+            return
+        self._checksums.append(checksum(self._buffer))
+        self._channel.send(self._buffer)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        if self._announcement.has_sums:
+            self._channel.send(torch.cat(self._sums).view(torch.uint8))
+
+    def receipt(self) -> Receipt:
+        """Return the receipt; all tensors must have come."""
+        assert len(self._checksums) == len(self._buckets), "the source yields fewer tensors than it has specs"
+        return receipt_of(self.version, self._buckets, self._checksums)
