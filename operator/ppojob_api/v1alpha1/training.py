@@ -94,6 +94,11 @@ class Trained(ApiModel):
     """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
     equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +
     stages - 1) passes: lower maxTokensPerGPU for more micro-batches. For pools of nodes with a slow network."""
+    virtual_pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Virtual stages (interleaved 1F1B): with pipelineParallelSize above 1, number of stages on each part of the GPUs;
+    times pipelineParallelSize at most the model's layers. With v of them, idle time is divided by about v, and messages
+    between stages and their memory are multiplied by about v. For pipelines with few micro-batches and a fast
+    network."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
     """Expert parallelism, for mixtures of experts: GPUs that each own some experts of every layer, to which the tokens
     are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy, or a pipeline stage of it

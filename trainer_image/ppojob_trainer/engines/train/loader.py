@@ -43,11 +43,11 @@ def make_engine(setup: EngineSetup) -> TrainEngine:
     return FSDPEngine(setup)
 
 
-def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[int, ...]:
-    """Return how many parameters each of `size` pipeline stages of a model has."""
+def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: int) -> tuple[int, ...]:
+    """Return how many parameters each of `size` ranks of a pipeline has in its `virtual` stages."""
     from ppojob_trainer.engines.train.fsdp import stages
 
-    return stages.parameters_of_stages(language_model, size)
+    return stages.parameters_of_stages(language_model, size, virtual)
 
 
 def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:
