@@ -87,7 +87,7 @@ LAYOUTS = {
     "pipeline 2 x shard 2, tied, gathered": Layout(
         ParallelDims(shard=2, pipeline=2), "llama", None, {"stays_gathered": True, "gradient_checkpointing": False}
     ),
-    "pipeline 2 of two stages each": Layout(ParallelDims(pipeline=2, virtual=2), "deep", None, {"compile": True}),
+    "pipeline 2 of two stages each": Layout(ParallelDims(pipeline=2, virtual=2), "deep", None),
     "pipeline 2 x shard 2 of two stages each, adapters, gathered": Layout(
         ParallelDims(shard=2, pipeline=2, virtual=2), "deep", options={"stays_gathered": True}
     ),
@@ -128,7 +128,10 @@ MANY_RANKS = {
         ParallelDims(replicate=2, shard=2, pipeline=2, expert=2), "experts", None
     ),
     "pipeline 2 x expert 2 of sequence 2": Layout(ParallelDims(sequence=2, pipeline=2, expert=2), "experts", None),
-    # Rounds of three micro-batches, and four of them.
+    "pipeline 2 of two stages each, compiled": Layout(
+        ParallelDims(pipeline=2, virtual=2), "deep", None, {"compile": True}
+    ),
+    # Rounds of three micro-batches.
     "pipeline 3 of two stages each": Layout(ParallelDims(pipeline=3, virtual=2), "deeper", None),
     "pipeline 2 x shard 2 of two stages each, all offloaded": Layout(
         ParallelDims(shard=2, pipeline=2, virtual=2), "deep", None, {"offload": BOTH, "activation_offload": True}
