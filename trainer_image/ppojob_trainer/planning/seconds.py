@@ -9,7 +9,8 @@ slower than the measured ones by their data sheets.
 The measured runs have no pipelines. The p ranks of a pipeline with v stages each wait for (p - 1) of (v m + p - 1)
 passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
 over the GPUs takes longer by that. If v is above 1, and m is no multiple of p, they also wait for the micro-batches
-that would fill the last round of p in each stage but the last. Stages are taken to be equally fast, and messages between them to cost nothing.
+that would fill the last round of p, at most once in each stage but the last. Stages are taken to be equally fast, and
+messages between them to cost nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.worker_groups.roles.trained import dims_of
 
-__all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "workload_of"]
+__all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
 
 _BFLOAT16: Final = 2
 _COMPUTED: Final = {
@@ -115,8 +116,7 @@ def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str,
             continue
         passes = passes_of(spec, roles[role])
         if phase in _UPDATES:
-            number = passes.in_minibatch
-            waits = dims.pipeline - 1 + (dims.virtual - 1) * (-number % dims.pipeline)
+            number, waits = passes.in_minibatch, waits_of_update(passes.in_minibatch, dims.pipeline, dims.virtual)
         else:
             # Each schedule of a forward pass fills the pipeline again. A rank computes all its micro-batches in one
             # stage before it goes to the next one.
@@ -124,6 +124,14 @@ def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str,
             waits = math.ceil(number / in_window(dims.pipeline, dims.virtual)) * (dims.pipeline - 1)
         found[phase] = waits / (dims.virtual * number + waits)
     return found
+
+
+def waits_of_update(number: int, ranks: int, virtual: int) -> int:
+    """Return how many passes through a stage a rank of a pipeline waits in a minibatch of `number` micro-batches.
+
+    Exact if ranks divide the number or `virtual` is 1, else the most.
+    """
+    return ranks - 1 + (virtual - 1) * (-number % ranks)
 
 
 def seconds_of(

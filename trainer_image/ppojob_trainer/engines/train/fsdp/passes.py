@@ -21,8 +21,9 @@ Suffixes: T tokens of the widest micro-batch, D size of the hidden states.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, tee
+from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -155,7 +156,7 @@ class Pipelined:
     def _stages(
         self, micros: Iterable[MicroBatch], width: int, compute: Compute, finish: Loss, *, is_trained: bool
     ) -> list[_Stage]:
-        """Return this rank's stages. Each computes all micro-batches, and the last one gives its outputs to `finish`."""
+        """Return this rank's stages. Each computes all micro-batches; the last one gives its outputs to `finish`."""
         peers = self._peers
         message = torch.empty(
             (width, *self._hidden.shape), dtype=self._hidden.dtype, device="meta", requires_grad=is_trained
@@ -181,8 +182,30 @@ class Pipelined:
                 output_args=message,
                 group=peers.group,
             ).calling(self._before_backward, is_connected=self._is_connected)
-            for number, own in zip(peers.stages, tee(micros, peers.virtual), strict=True)
+            for number, own in zip(peers.stages, _shared(micros, peers.virtual), strict=True)
         ]
+
+
+def _shared(micros: Iterable[MicroBatch], number: int) -> list[Iterator[MicroBatch]]:
+    """Return iterators over the same micro-batches, each of which is freed when all have passed it.
+
+    `itertools.tee` frees several dozen at a time.
+    """
+    source, waiting = iter(micros), [deque[MicroBatch]() for _ in range(number)]
+
+    def own(mine: deque[MicroBatch]) -> Iterator[MicroBatch]:
+        while True:
+            if not mine:
+                try:
+                    micro = next(source)
+                except StopIteration:
+                    return
+                for each in waiting:
+                    each.append(micro)
+                del micro
+            yield mine.popleft()
+
+    return [source] if number == 1 else [own(mine) for mine in waiting]
 
 
 class _Function(nn.Module):

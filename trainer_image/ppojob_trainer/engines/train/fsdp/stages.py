@@ -79,9 +79,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank has of a pipeline, one or several stages. parts: the parameters of the whole model in order, tied ones once, with those of adapters.
+    """What a rank has of a pipeline, one or several stages.
 
-    tied: the names of the embedding's and of the output layer's weight if they are one parameter.
+    parts: the parameters of the whole model in order, tied ones once, with those of adapters. tied: the names of the
+    embedding's and of the output layer's weight if they are one parameter.
     """
 
     peers: PipelinePeers
