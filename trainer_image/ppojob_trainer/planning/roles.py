@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.model import FrozenModel, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Engine
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.train.batch import num_passes
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, cast
 
-from ppojob_api.v1alpha1.training import Engine, EngineClass
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_trainer.engines.errors import EngineClassError
 from ppojob_trainer.engines.train.engine import EngineSetup, ScoringEngine, TrainEngine
 from ppojob_trainer.user_code import UserCodeError, check_call, find_class, import_user_code

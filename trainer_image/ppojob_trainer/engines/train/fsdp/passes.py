@@ -133,7 +133,7 @@ class Pipelined:
         for first in range(0, plan.number, most):
             size = min(most, plan.number - first)
             stages = self._stages(islice(micros, size), plan.width, compute, finish, is_trained=False)
-            schedule = ScheduleGPipe(stages[0], size) if peers.virtual == 1 else ScheduleLoopedBFS(stages, size)
+            schedule = ScheduleGPipe(stages[0], size) if peers.virtual == 1 else ScheduleLoopedBFS([*stages], size)
             schedule.step(return_outputs=False)
             self._is_connected = True
         return found
@@ -230,7 +230,7 @@ class _Interleaved(ScheduleInterleaved1F1B):
     def __init__(self, stages: list[_Stage], number: int) -> None:
         self._number = number
         size = stages[0].group_size
-        super().__init__(stages, -(-number // size) * size, _as_it_is, scale_grads=False)  # type: ignore[arg-type]
+        super().__init__([*stages], -(-number // size) * size, _as_it_is, scale_grads=False)
 
     def _prepare_schedule_with_comms(self, actions: Any, *rest: Any, **named: Any) -> None:
         self._n_microbatches = self._number
