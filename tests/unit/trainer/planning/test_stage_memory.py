@@ -27,8 +27,16 @@ MESSAGE = SEQUENCES * (PROMPT + RESPONSE) * HIDDEN * 2
 """Bytes of a micro-batch's hidden states in bfloat16."""
 
 
-def work(folder: Path, dims: ParallelDims = TWO, kind: str = "actor", passes: int = 4, **options: Any) -> Work:
-    config = AutoConfig.from_pretrained(write_config(folder))
+def work(
+    folder: Path,
+    dims: ParallelDims = TWO,
+    kind: str = "actor",
+    passes: int = 4,
+    *,
+    layers: int = LAYERS,
+    **options: Any,
+) -> Work:
+    config = AutoConfig.from_pretrained(write_config(folder, num_hidden_layers=layers))
     training = ActorSpec() if kind == "actor" else CriticSpec() if kind == "critic" else None
     load = LoadOptions(is_frozen=training is None, **options)
     return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, num_forward=passes)
@@ -99,7 +107,7 @@ def test_more_micro_batches_add_their_messages(
     """A plan runs few of them, stages + 1 or two rounds, and adds the others' messages: the same as if it ran all."""
 
     def numbers(number: int) -> list[tuple[int, int]]:
-        return [(stage.forward, stage.update) for stage in stages_of(work(tmp_path, dims, passes=number))]
+        return [(stage.forward, stage.update) for stage in stages_of(work(tmp_path, dims, passes=number, layers=4))]
 
     few, many = map(numbers, passes)
     for (first, then), messages in zip(zip(few, many, strict=True), of_each, strict=True):
@@ -113,9 +121,7 @@ def test_more_micro_batches_add_their_messages(
 
 def test_interleaved_stages_hold_more_micro_batches(tmp_path: Path) -> None:
     """Of two ranks with two stages, the first holds five passes through a stage, of half as many layers as two."""
-    plain, interleaved = (
-        stages_of(work(tmp_path, dims, passes=4, gradient_checkpointing=False)) for dims in (TWO, INTERLEAVED)
-    )
+    plain, interleaved = (stages_of(work(tmp_path, dims, layers=4)) for dims in (TWO, INTERLEAVED))
     weights = [(one.weights, one.optimizer) for one in plain]
     assert [(one.weights, one.optimizer) for one in interleaved] == weights
     assert interleaved[0].activations > 1.1 * plain[0].activations

@@ -5,7 +5,7 @@ Built by `model`. Each may be a pipeline stage (`stages`): one before the last r
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -106,8 +106,10 @@ def _hidden(backbone: nn.Module, tokens: PackedTokens, received: Received | None
     if received is not None and received.hidden is not None:
         inputs = {"inputs_embeds": received.hidden[: tokens.input_ids.shape[1]].unsqueeze(0)}
     replay_experts(backbone, tokens.experts)
-    is_one_of_several = received is not None and stage is not None and stage.peers.virtual > 1
-    with computing(backbone, stage.peers, received.stage) if is_one_of_several else nullcontext():
+    chosen: AbstractContextManager[None] = nullcontext()
+    if received is not None and stage is not None and stage.peers.virtual > 1:
+        chosen = computing(backbone, stage.peers, received.stage)
+    with chosen:
         output = backbone(**inputs, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
