@@ -32,10 +32,12 @@ LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
     "data-2": (ParallelDims(shard=2), True),
     "tensor-2": (ParallelDims(tensor=2), True),
     "pipeline-2": (ParallelDims(pipeline=2), True),
+    "pipeline-2-interleaved": (ParallelDims(pipeline=2, virtual=2), True),
     "sequence-2": (ParallelDims(sequence=2), True),
     "data-2-eager": (ParallelDims(shard=2), False),
     "tensor-2-eager": (ParallelDims(tensor=2), False),
     "pipeline-2-eager": (ParallelDims(pipeline=2), False),
+    "pipeline-2-interleaved-eager": (ParallelDims(pipeline=2, virtual=2), False),
 }
 """The sizes of each layout, and whether the layers are compiled."""
 # A quarter of each sequence is prompt.

@@ -8,8 +8,8 @@ can be created, and which arguments vLLM has, is known to the trainer, which ref
 from collections.abc import Iterator, Mapping
 
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Engine, EngineClass
 
 _WEIGHTS = "the trainer sends the weights, and this changes how they are stored: remove it"
 _PROCESSES = "the trainer starts the engine's processes: remove it"

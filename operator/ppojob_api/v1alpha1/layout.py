@@ -72,6 +72,7 @@ SETTINGS = (
     *(f"model.ref.{field}" for field in ("compile", "offload", "reshardAfterForward")),
     "model.reward.maxTokensPerGPU", "actor.maxTokensPerGPU", "critic.maxTokensPerGPU",
     "actor.fsdpSize", "critic.fsdpSize", "actor.pipelineParallelSize", "critic.pipelineParallelSize",
+    "actor.virtualPipelineParallelSize", "critic.virtualPipelineParallelSize",
     "actor.expertParallelSize", "critic.expertParallelSize",
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",

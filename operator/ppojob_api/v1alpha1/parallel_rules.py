@@ -62,6 +62,17 @@ PARALLEL_RULES = [
     ),
     *(
         Rule(
+            rule=f"{is_idle}self.{role}.virtualPipelineParallelSize == 1 || self.{role}.pipelineParallelSize > 1",
+            message=(
+                f"{role}.virtualPipelineParallelSize above 1 needs pipelineParallelSize above 1: without a pipeline, "
+                "set it to 1"
+            ),
+            field_path=f".{role}.virtualPipelineParallelSize",
+        )
+        for role, (_, is_idle) in _POOL_OF.items()
+    ),
+    *(
+        Rule(
             rule=(
                 f"{is_idle}!has(self.{role}.fsdpSize) || "
                 f"(self.{role}.fsdpSize % self.{role}.sequenceParallelSize == 0 && "
@@ -151,6 +162,15 @@ def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"{role}.pipelineParallelSize", stages, f"{why}: use a divisor, or remove the field"
 
 
+def _virtual_stages_are_of_a_pipeline(spec: PPOJobSpec) -> Iterator[Problem]:
+    for role, training, _ in _placed(spec):
+        number = training.virtual_pipeline_parallel_size
+        # The reference has the actor's sizes.
+        if role != "ref" and number > 1 and training.pipeline_parallel_size == 1:
+            why = "needs pipelineParallelSize above 1: set that, or this one to 1"
+            yield f"{role}.virtualPipelineParallelSize", number, why
+
+
 def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     for role, training, pool in _placed(spec):
         size, tensor, sequence = training.fsdp_size, training.tensor_parallel_size, training.sequence_parallel_size
@@ -237,6 +257,7 @@ def _larger(training: Trained) -> tuple[str, int]:
 PARALLEL_CHECKS = (
     _groups_fit_their_nodes,
     _stages_fill_the_pools,
+    _virtual_stages_are_of_a_pipeline,
     _copies_fill_the_pools,
     _experts_are_in_whole_layers,
     _experts_fill_the_copies,

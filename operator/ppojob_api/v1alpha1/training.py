@@ -6,7 +6,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
-from ppojob_api.v1alpha1.quantities import Path, RawObject, ShortText
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
+from ppojob_api.v1alpha1.quantities import Path
 from ppojob_api.v1alpha1.spelling import spelled
 
 
@@ -25,37 +26,6 @@ class LearningRateSchedule(StrEnum):
     CONSTANT = "Constant"
     COSINE = "Cosine"
     LINEAR = "Linear"
-
-
-class Engine(StrEnum):
-    """What computes and trains a model."""
-
-    FSDP = "FSDP"
-    CLASS = "Class"
-
-
-class EngineClass(ApiModel):
-    """A Python class of the user, created with an `EngineSetup` and the kwargs. See docs/engines.md."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(rule="has(self.module) != has(self.path)", message="set exactly one of module and path"),
-            Rule(
-                rule="!has(self.path) || (self.path.startsWith('/') && self.path.endsWith('.py'))",
-                message="must begin with / and end with .py: a Python file in the container",
-                field_path=".path",
-            ),
-        )
-    )
-
-    module: ShortText | None = None
-    """Dotted name of an installed module."""
-    path: Path | None = None
-    """Path of a Python file in the container."""
-    class_name: ShortText
-    """Name of the class in it."""
-    kwargs: RawObject = Field(default_factory=dict)
-    """Keyword arguments of the class."""
 
 
 class Trained(ApiModel):
@@ -93,6 +63,11 @@ class Trained(ApiModel):
     """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
     equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +
     stages - 1) passes: lower maxTokensPerGPU for more micro-batches. For pools of nodes with a slow network."""
+    virtual_pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Virtual stages (interleaved 1F1B): with pipelineParallelSize above 1, number of stages on each part of the GPUs;
+    times pipelineParallelSize at most the model's layers. With v of them, idle time is divided by about v, and messages
+    between stages and their memory are multiplied by about v. For pipelines with few micro-batches and a fast
+    network."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
     """Expert parallelism, for mixtures of experts: GPUs that each own some experts of every layer, to which the tokens
     are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy, or a pipeline stage of it

@@ -241,4 +241,6 @@ def test_the_matrix_says_that_a_group_needs_a_node() -> None:
     assert is_refused({}, {"tensorParallelSize": 2, "pipelineParallelSize": 2})
     assert is_refused({}, {"tensorParallelSize": 2, "expertParallelSize": 2})
     assert is_refused({}, {"pipelineParallelSize": 2, "expertParallelSize": 2})
+    assert is_refused({}, {"virtualPipelineParallelSize": 2})
+    assert not is_refused({}, {"pipelineParallelSize": 2, "virtualPipelineParallelSize": 2})
     assert not is_refused({}, {"sequenceParallelSize": 2, "expertParallelSize": 2})

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Engine
 from ppojob_trainer.controller.generation import OWN
 from ppojob_trainer.controller.layout import pools_of_roles, shared_role
 from ppojob_trainer.controller.phases import Phase, Phases

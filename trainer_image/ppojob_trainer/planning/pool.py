@@ -17,7 +17,7 @@ __all__ = ["PoolPlan", "RolePlan"]
 @dataclass(frozen=True)
 class RolePlan:
     """One role. need: its memory as the pool's sum takes it. peak: the most bytes of the role's phases on a
-    GPU. With a pipeline, both are the maximum over its stages.
+    GPU. With a pipeline, both are the maximum over its ranks.
     """
 
     role: PlannedRole
@@ -29,7 +29,13 @@ class RolePlan:
     @property
     def stages(self) -> int:
         """Stages of its pipeline; 1 without one."""
-        return 1 if self.role.divided_like is None else self.role.divided_like.pipeline_parallel_size
+        like = self.role.divided_like
+        return 1 if like is None else like.pipeline_parallel_size * self.stages_of_a_rank
+
+    @property
+    def stages_of_a_rank(self) -> int:
+        """Stages that each rank of its pipeline has."""
+        return 1 if self.role.divided_like is None else self.role.divided_like.virtual_pipeline_parallel_size
 
     @property
     def experts_over(self) -> int:

@@ -123,7 +123,8 @@ def _pool(pool: PoolPlan) -> Table:
         need = found.need
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, found.peak)
         remarks = ["stays gathered"] if found.stays_gathered else []
-        remarks += [f"most of {found.stages} stages"] if found.stages > 1 else []
+        of_each = f", {found.stages_of_a_rank} of each rank" if found.stages_of_a_rank > 1 else ""
+        remarks += [f"most of {found.stages} stages{of_each}"] if found.stages > 1 else []
         remarks += [f"experts over {found.experts_over}"] if found.experts_over > 1 else []
         name = found.role.name + (f" ({', '.join(remarks)})" if remarks else "")
         table.add_row(name, f"{found.measured.num_parameters / 1e9:.2f}", *map(_gb, sizes))

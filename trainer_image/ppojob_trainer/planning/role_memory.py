@@ -5,9 +5,9 @@
     update   forward, backward and AdamW's step on a full micro-batch, beside the gradients of the one before
 
 Called by `plan`. The engines' modules, FSDP, schedule, optimizer and losses are those of a real run; layers are not
-compiled. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, the first rank of three
-stages is measured: the first one (embedding, most micro-batches in flight), the second one (messages from both sides)
-and the last one (logits). All other stages need no more than the second.
+compiled. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, three ranks are measured:
+the first one (embedding, most micro-batches in flight), the second one (messages from both sides) and the last one
+(logits). All others need no more than the second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ppojob_trainer.engines.train.fsdp.loading import allocate
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
-from ppojob_trainer.engines.train.fsdp.passes import WINDOW, Pipelined, Received
+from ppojob_trainer.engines.train.fsdp.passes import Pipelined, Received, in_window
 from ppojob_trainer.engines.train.fsdp.reward import build_reward_model
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
@@ -76,7 +76,7 @@ class Measured:
     forward, update: most live bytes in a pass without backward, and in an optimizer step. traffic, update_traffic:
     bytes that the rank receives from others for one micro-batch of such a pass, by kind. step_traffic: once in an
     optimizer step; without a pipeline it is part of update_traffic. Of a pipeline, each number is the most of any
-    stage.
+    rank.
     """
 
     num_parameters: int
@@ -102,13 +102,13 @@ class Measured:
 
 
 def measure(work: Work) -> Measured:
-    """Run the role's passes once, on each stage that may need most."""
+    """Run the role's passes once, on each rank of a pipeline that may need most."""
     last = work.dims.pipeline - 1
     return _most([measure_stage(work, stage) for stage in sorted({0, min(1, last), last})])
 
 
 def measure_stage(work: Work, stage: int) -> Measured:
-    """Run the role's passes once, on the first rank of a stage; without a pipeline, all ranks are stage 0."""
+    """Run the role's passes once, on the first of the ranks that have a stage; without a pipeline, on rank 0."""
     live = LiveBytes()
     with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
         live.experts = None if parallel.experts is None else parallel.experts.mesh.get_group()
@@ -176,15 +176,17 @@ def _micro_batch(work: Work, parallel: ParallelMesh) -> MicroBatch:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The engine's schedule of a pipeline stage, with fewer micro-batches: from stages + 1 of them on, each further one
-    adds its messages alone.
+    """The engine's schedule of a rank of a pipeline, with fewer micro-batches: from `enough` of them on, each further
+    one adds its messages alone.
 
-    width: tokens of a message. messages: bytes of a micro-batch's messages from or to the stages beside this one.
+    window: of a forward pass. width: tokens of a message. messages: bytes of a micro-batch's messages from or to other
+    ranks.
     """
 
     passes: Pipelined
     micro: MicroBatch
-    stages: int
+    enough: int
+    window: int
     width: int
     messages: int
 
@@ -202,15 +204,17 @@ class _Schedule:
                 cast(FSDPModule, module).set_requires_gradient_sync(is_last)
 
         width = micro.tokens.input_ids.shape[1]
-        neighbours = (not peers.is_first) + (not peers.is_last)
-        messages = neighbours * width * hidden.nbytes
-        return cls(Pipelined(peers, hidden, before_backward), micro, peers.size, width, messages)
+        neighbours = 2 * peers.virtual - peers.is_first - peers.is_last
+        # Of interleaved stages, the first rank holds less than two rounds of as many micro-batches as ranks.
+        enough = peers.size + 1 if peers.virtual == 1 else 2 * peers.size
+        passes, messages = Pipelined(peers, hidden, before_backward), neighbours * width * hidden.nbytes
+        return cls(passes, micro, enough, in_window(peers.size, peers.virtual), width, messages)
 
     def forward(self, module: nn.Module, number: int, live: LiveBytes) -> tuple[int, Counter[str]]:
         """Run a forward pass of a number of micro-batches; return its peak, and the traffic of a micro-batch."""
-        plan = self._plan(min(number, WINDOW * self.stages))
+        plan = self._plan(min(number, self.window))
         self.passes.forward(repeat(self.micro, plan.number), plan, partial(_compute, module))
-        return self._extended(min(number, WINDOW * self.stages), plan, live)
+        return self._extended(min(number, self.window), plan, live)
 
     def backward(self, work: Work, module: nn.Module, num_averaged: int, live: LiveBytes) -> tuple[int, Counter[str]]:
         """Run forward and backward passes of a minibatch; return their peak, and the traffic of a micro-batch."""
@@ -220,7 +224,7 @@ class _Schedule:
         return self._extended(work.num_passes, plan, live)
 
     def _plan(self, number: int) -> MicroBatchPlan:
-        return MicroBatchPlan(min(number, self.stages + 1), self.width, self.width)
+        return MicroBatchPlan(min(number, self.enough), self.width, self.width)
 
     def _extended(self, number: int, plan: MicroBatchPlan, live: LiveBytes) -> tuple[int, Counter[str]]:
         received = Counter({kind: size // plan.number for kind, size in live.received.items()})
@@ -234,7 +238,7 @@ def _compute(module: nn.Module, micro: MicroBatch, received: Received | None = N
     )
     found: tuple[Tensor, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
     assert isinstance(module, PolicyModule | ValueModule), "a reward model is not trained"
-    return found if is_sent(module.stage) else tuple(micro.spread(values) for values in found)
+    return found if is_sent(received) else tuple(micro.spread(values) for values in found)
 
 
 @torch.no_grad()

@@ -9,15 +9,18 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.model import FrozenModel, TrainedModel
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Engine
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
+from ppojob_trainer.engines.train.batch import num_passes
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.fsdp.reward import padded_parts
+from ppojob_trainer.engines.train.mesh import ParallelDims
 from ppojob_trainer.engines.train.model_fit import check_context, check_heads
-from ppojob_trainer.maths.packing import micro_batches, num_micro_batches
+from ppojob_trainer.maths.packing import micro_batches
 from ppojob_trainer.planning.role_memory import Work
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, dims_of
 
@@ -130,6 +133,7 @@ def _role(
             "tensorParallelSize": training.tensor_parallel_size,
             "sequenceParallelSize": training.sequence_parallel_size,
             "pipelineParallelSize": training.pipeline_parallel_size,
+            "virtualPipelineParallelSize": training.virtual_pipeline_parallel_size,
             "expertParallelSize": training.expert_parallel_size,
         }
         check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
@@ -153,10 +157,10 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
         parts = padded_parts([length] * whole, role.max_tokens)
         return Passes(max(map(len, parts)), len(parts), 0, 0)
     most = role.max_tokens * dims.sequence
-    batch = _micro_batches(length, whole, most, dims.pipeline)
+    batch = _micro_batches(length, whole, most, dims)
     if role.training is None:
         return Passes(max(map(len, batch)), len(batch), 0, 0)
-    part = _micro_batches(length, _rows(role.training.mini_batch_size * samples, ranks), most, dims.pipeline)
+    part = _micro_batches(length, _rows(role.training.mini_batch_size * samples, ranks), most, dims)
     updates = spec.data.train_batch_size // role.training.mini_batch_size * spec.algorithm.epochs
     return Passes(max(map(len, [*batch, *part])), len(batch), len(part), updates)
 
@@ -181,10 +185,10 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
     )
 
 
-def _micro_batches(length: int, rows: int, most: int, stages: int) -> list[list[int]]:
-    """Return the micro-batches of equal sequences; a pipeline has as many as stages, if there are so many sequences."""
+def _micro_batches(length: int, rows: int, most: int, dims: ParallelDims) -> list[list[int]]:
+    """Return the micro-batches of equal sequences, as many as the engine computes."""
     lengths = [length] * rows
-    return micro_batches(lengths, most, max(num_micro_batches(lengths, most), min(stages, rows)))
+    return micro_batches(lengths, most, num_passes(lengths, most, dims.pipeline, dims.virtual))
 
 
 def _rows(sequences: int, ranks: int) -> int:

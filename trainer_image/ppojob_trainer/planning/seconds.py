@@ -6,9 +6,11 @@ the memory delivers weights and cache. Weights: fixed seconds and seconds per by
 phases as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or
 slower than the measured ones by their data sheets.
 
-The measured runs have no pipelines. The stages of a pipeline wait for (p - 1) of (m + p - 1) passes of p stages and m
-micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided over the GPUs takes longer by
-that. Stages are taken to be equally fast, and messages between them to cost nothing.
+The measured runs have no pipelines. The p ranks of a pipeline with v stages each wait for (p - 1) of (v m + p - 1)
+passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
+over the GPUs takes longer by that. If v is above 1, and m is no multiple of p, they also wait for the micro-batches
+that would fill the last round of p, at most once in each stage but the last. Stages are taken to be equally fast, and
+messages between them to cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ppojob_trainer.controller.cost_model import Observation, fit_phase
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import StepTime, step_time
-from ppojob_trainer.engines.train.fsdp.passes import WINDOW
+from ppojob_trainer.engines.train.fsdp.passes import in_window
 from ppojob_trainer.engines.train.model_fit import embedding_parameters
 from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
@@ -32,7 +34,7 @@ from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.worker_groups.roles.trained import dims_of
 
-__all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "workload_of"]
+__all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
 
 _BFLOAT16: Final = 2
 _COMPUTED: Final = {
@@ -112,17 +114,27 @@ def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str,
     """Return the share of its time in which a stage waits for others, of each phase that a pipeline computes."""
     found = {}
     for phase, role in _computed(spec, roles).items():
-        stages = dims_of(roles[role].divided_like, spec.pool(roles[role].pool).gpus).pipeline
-        if stages == 1:
+        dims = dims_of(roles[role].divided_like, spec.pool(roles[role].pool).gpus)
+        if dims.pipeline == 1:
             continue
         passes = passes_of(spec, roles[role])
-        number, fills = passes.in_minibatch, 1
-        if phase not in _UPDATES:
-            # Each schedule of a forward pass fills the pipeline again.
-            number, fills = passes.in_batch, math.ceil(passes.in_batch / (WINDOW * stages))
-        waits = fills * (stages - 1)
-        found[phase] = waits / (number + waits)
+        if phase in _UPDATES:
+            number, waits = passes.in_minibatch, waits_of_update(passes.in_minibatch, dims.pipeline, dims.virtual)
+        else:
+            # Each schedule of a forward pass fills the pipeline again. A rank computes all its micro-batches in one
+            # stage before it goes to the next one.
+            number = passes.in_batch
+            waits = math.ceil(number / in_window(dims.pipeline, dims.virtual)) * (dims.pipeline - 1)
+        found[phase] = waits / (dims.virtual * number + waits)
     return found
+
+
+def waits_of_update(number: int, ranks: int, virtual: int) -> int:
+    """Return how many passes through a stage a rank of a pipeline waits in a minibatch of `number` micro-batches.
+
+    Exact if ranks divide the number or `virtual` is 1, else the most.
+    """
+    return ranks - 1 + (virtual - 1) * (-number % ranks)
 
 
 def seconds_of(

@@ -48,7 +48,11 @@ def run(
         found[role] = observed_update(engine, batch)
     policy.save(folder / "checkpoint")
     # Where torch cannot compile a layer, it says nothing and runs the layer as it is.
-    found["compilation"] = {"graphs": counters["stats"]["unique_graphs"], "refused": len(counters["unimplemented"])}
+    found["compilation"] = {
+        # Ranks of a pipeline have other layers, and so other numbers of graphs.
+        "is_compiled": counters["stats"]["unique_graphs"] > 0,
+        "refused": len(counters["unimplemented"]),
+    }
     return found | exported(policy, folder) | {"second": policy.update(batch)}
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
+from ppojob_api.v1alpha1.engine import EngineClass
 from ppojob_api.v1alpha1.model import ActorModel, FrozenModel, Offload, TrainedModel
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, EngineClass, LearningRateSchedule
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LearningRateSchedule
 from ppojob_trainer.engines.errors import (
     CheckpointUnreadableError,
     EngineClassError,

@@ -60,6 +60,12 @@ def test_sizes_that_divide_are_accepted(sizes: dict[str, int]) -> None:
             "actor.pipelineParallelSize 6 is more than this llama's num_hidden_layers 5: use at most that",
         ),
         (
+            llama(num_hidden_layers=5),
+            {"critic.pipelineParallelSize": 2, "critic.virtualPipelineParallelSize": 3},
+            "critic.virtualPipelineParallelSize 3 with pipelineParallelSize 2 is more than this llama's "
+            "num_hidden_layers 5: let their product be at most that",
+        ),
+        (
             Qwen3MoeConfig(num_experts=12),
             {"actor.expertParallelSize": 8},
             "actor.expertParallelSize 8 does not divide this qwen3_moe's number of experts 12: use a divisor",

@@ -174,7 +174,7 @@ def test_stages_compute_what_the_whole_model_computes(parallel: ParallelMesh, pa
     for stage in (0, 1):
         own = replace(parallel, pipeline=PipelinePeers(group, stage, 2))
         # Messages are wider than this micro-batch.
-        received = Received(hidden, widest(batch, plan) + 5)
+        received = Received(hidden, widest(batch, plan) + 5, stage, is_last=stage == 1)
         module = load_policy(str(path), options, own)
         hidden, *others = module(micro.tokens, 0.7, received)
     torch.testing.assert_close((hidden, *others), whole, atol=0, rtol=0)

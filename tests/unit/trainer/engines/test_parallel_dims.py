@@ -28,6 +28,7 @@ from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
         ({"expert": 4}, ParallelDims(shard=8, expert=4)),
         ({"expert": 4, "fsdp": 4, "sequence": 2}, ParallelDims(replicate=2, shard=2, sequence=2, expert=4)),
         ({"expert": 2, "pipeline": 2}, ParallelDims(shard=4, pipeline=2, expert=2)),
+        ({"pipeline": 2, "virtual": 3}, ParallelDims(shard=4, pipeline=2, virtual=3)),
     ],
 )
 def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims) -> None:
@@ -50,6 +51,7 @@ def test_sizes_of_the_spec_become_axes(sizes: dict[str, int], dims: ParallelDims
         ({"expert": 2, "tensor": 2}, "expert 2 with tensor 2 is not supported: set one of them to 1"),
         ({"expert": 4, "pipeline": 2}, "experts cannot be divided over 4 of 2 ranks"),
         ({"expert": 0}, "the size of the expert axis is 0"),
+        ({"virtual": 2}, "virtual 2 needs pipeline above 1: set it to 1"),
     ],
 )
 def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes: dict[str, int], says: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppojob_api.v1alpha1.training import Engine, EngineClass
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_trainer.commands.fetch import FetchError, FetchRefusedError, State, fetch_all
 from ppojob_trainer.commands.fetch.folders import MARKER
 from ppojob_trainer.commands.local_run import fetch

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Engine, EngineClass
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.controller.phases import Phases

@@ -310,6 +310,24 @@ def test_stages_are_counted_as_the_engine_cuts_them(tmp_path: Path, is_tied: boo
     assert of_policy.largest_stage == of_critic.largest_stage == layers[0] * layer + embedding
 
 
+def test_stages_of_a_rank_are_counted_together(tmp_path: Path) -> None:
+    """Of five layers in four stages, stages 0 and 2 have three layers, and stages 1 and 3 two."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        write_tiny_model(tmp_path / "model", tie_word_embeddings=False, num_hidden_layers=5)
+    )
+    sizes = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
+    training = in_stages(2).actor.model_copy(update=sizes)
+    source = ModelSource("", trust_remote_code=False, has_output_layer=True)
+
+    found = size_of(config, source, 0, training)
+
+    embedding = config.vocab_size * config.hidden_size
+    layer = (found.num_parameters - 2 * embedding - config.hidden_size) // 5
+    assert found.stages == (3 * layer + embedding, 2 * layer + config.hidden_size + embedding)
+
+
 @pytest.mark.parametrize("has_output_layer", [True, False])
 def test_parameters_are_counted_without_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_output_layer: bool
@@ -329,5 +347,5 @@ def test_parameters_are_counted_without_loading(
     config = model.config
     counted = sum(parameter.numel() for parameter in model.parameters())
     shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    embeddings = config.vocab_size * config.hidden_size
+    embeddings = config.vocab_size * config.hidden_size if has_output_layer else 0
     assert size == ModelSize(counted, 123, *shape, in_embeddings=embeddings, host="", host_bytes=host_bytes())

@@ -306,6 +306,20 @@ def test_gpus_of_a_divided_engine_in_another_pool_get_their_part_of_the_weights(
     assert (weights["bytes_each"], weights["number"]) == (found.roles["actor"].measured.num_parameters, 4)
 
 
+def test_virtual_stages_wait_for_half_as_much(tmp_path: Path) -> None:
+    """(p - 1) / (v m + p - 1): with two stages on each of two GPUs and 4 micro-batches a ninth."""
+    sizes = {"pipelineParallelSize": 2, "virtualPipelineParallelSize": 2}
+    spec = job(
+        write_config(tmp_path, num_hidden_layers=4), actor={"miniBatchSize": 32, "maxTokensPerGPU": 1024, **sizes}
+    )
+    found = plan_job(spec, {"all": H200}, runner=stub)
+    idle = idle_shares(found.spec, {name: one.role for name, one in found.roles.items()})
+    assert idle == pytest.approx({"old_log_prob": 1 / 9, "ref": 1 / 9, "update_actor": 1 / 9})
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(as_text(found))
+    assert "actor (most of 4 stages, 2 of each rank)" in printed.getvalue()
+
+
 def test_the_report_of_a_pipeline(tmp_path: Path) -> None:
     actor = {"miniBatchSize": 32, "maxTokensPerGPU": 1024, "pipelineParallelSize": 2}
     spec = job(write_config(tmp_path), actor=actor, critic={**actor})

@@ -22,12 +22,21 @@ from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE,
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, write_config
 
 TWO, THREE = ParallelDims(pipeline=2), ParallelDims(pipeline=3)
+INTERLEAVED = ParallelDims(pipeline=2, virtual=2)
 MESSAGE = SEQUENCES * (PROMPT + RESPONSE) * HIDDEN * 2
 """Bytes of a micro-batch's hidden states in bfloat16."""
 
 
-def work(folder: Path, dims: ParallelDims = TWO, kind: str = "actor", passes: int = 4, **options: Any) -> Work:
-    config = AutoConfig.from_pretrained(write_config(folder))
+def work(
+    folder: Path,
+    dims: ParallelDims = TWO,
+    kind: str = "actor",
+    passes: int = 4,
+    *,
+    layers: int = LAYERS,
+    **options: Any,
+) -> Work:
+    config = AutoConfig.from_pretrained(write_config(folder, num_hidden_layers=layers))
     training = ActorSpec() if kind == "actor" else CriticSpec() if kind == "critic" else None
     load = LoadOptions(is_frozen=training is None, **options)
     return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, num_forward=passes)
@@ -83,20 +92,39 @@ def test_the_plan_of_a_role_is_the_most_of_its_stages(tmp_path: Path) -> None:
     assert (sharded.weights, sharded.optimizer) == pytest.approx((role.weights / 2, role.optimizer / 2), rel=0.02)
 
 
-def test_more_micro_batches_add_their_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan runs stages + 1 of them, and adds the others' messages: the same as if it ran all."""
+@pytest.mark.parametrize(
+    ("dims", "passes", "of_each"),
+    [(THREE, (4, 7), (1, 2, 1)), (INTERLEAVED, (4, 6), (3, 3))],
+    ids=["1F1B", "interleaved"],
+)
+def test_more_micro_batches_add_their_messages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dims: ParallelDims,
+    passes: tuple[int, int],
+    of_each: tuple[int, ...],
+) -> None:
+    """A plan runs few of them, stages + 1 or two rounds, and adds the others' messages: the same as if it ran all."""
 
-    def numbers(found: Work) -> list[tuple[int, int]]:
-        return [(stage.forward, stage.update) for stage in stages_of(found)]
+    def numbers(number: int) -> list[tuple[int, int]]:
+        return [(stage.forward, stage.update) for stage in stages_of(work(tmp_path, dims, passes=number, layers=4))]
 
-    few, many = (numbers(work(tmp_path, THREE, passes=passes)) for passes in (4, 7))
-    for (first, then), messages in zip(zip(few, many, strict=True), (1, 2, 1), strict=True):
-        assert then[0] - first[0] == then[1] - first[1] == 3 * messages * MESSAGE
+    few, many = map(numbers, passes)
+    for (first, then), messages in zip(zip(few, many, strict=True), of_each, strict=True):
+        assert then[0] - first[0] == then[1] - first[1] == (passes[1] - passes[0]) * messages * MESSAGE
     with monkeypatch.context() as patched:
-        whole = MicroBatchPlan(7, SEQUENCES * (PROMPT + RESPONSE), SEQUENCES * (PROMPT + RESPONSE))
+        whole = MicroBatchPlan(passes[1], SEQUENCES * (PROMPT + RESPONSE), SEQUENCES * (PROMPT + RESPONSE))
         patched.setattr(role_memory._Schedule, "_plan", lambda *_: whole)
-        for planned, run in zip(many, numbers(work(tmp_path, THREE, passes=7)), strict=True):
+        for planned, run in zip(many, numbers(passes[1]), strict=True):
             assert planned == pytest.approx(run, rel=0.002)
+
+
+def test_interleaved_stages_hold_more_micro_batches(tmp_path: Path) -> None:
+    """Of two ranks with two stages, the first holds five passes through a stage, of half as many layers as two."""
+    plain, interleaved = (stages_of(work(tmp_path, dims, layers=4)) for dims in (TWO, INTERLEAVED))
+    weights = [(one.weights, one.optimizer) for one in plain]
+    assert [(one.weights, one.optimizer) for one in interleaved] == weights
+    assert interleaved[0].activations > 1.1 * plain[0].activations
 
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(tmp_path: Path) -> None:

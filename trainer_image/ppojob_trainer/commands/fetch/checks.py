@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.sources import Source, SourceKind
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Engine
 from ppojob_trainer.commands.fetch.errors import FetchRefusedError
 from ppojob_trainer.commands.fetch.listing import Listing
 from ppojob_trainer.commands.fetch.model_files import wanted

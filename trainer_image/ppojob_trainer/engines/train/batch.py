@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ppojob_trainer.engines.train.sequence import SequencePeers
-from ppojob_trainer.maths.packing import micro_batches, pack
+from ppojob_trainer.maths.packing import micro_batches, num_micro_batches, pack
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged
 
 NOT_RECORDED: Final = -1
@@ -133,6 +133,24 @@ class MicroBatchPlan:
     number: int
     max_tokens: int
     width: int = 0
+
+
+def num_passes(lengths: Sequence[int], max_tokens: int, ranks: int = 1, virtual: int = 1) -> int:
+    """Return how many micro-batches a rank's sequences need.
+
+    As far as there are sequences, a pipeline has at least as many as ranks, for 1F1B; one whose ranks have several
+    stages has a multiple of the ranks, because a rank computes as many in one stage before it goes to the next one.
+
+    Args:
+        ranks: of a pipeline. virtual: stages of each rank.
+
+    Raises:
+        ValueError: a sequence alone is longer than `max_tokens`.
+    """
+    number = max(num_micro_batches(lengths, max_tokens), ranks)
+    if virtual > 1:
+        number = -(-number // ranks) * ranks
+    return max(1, min(number, len(lengths)))
 
 
 def build_micro_batches(

@@ -66,6 +66,7 @@ class EngineSetup:
             f"{self.section}.tensorParallelSize": self.training.tensor_parallel_size,
             f"{self.section}.sequenceParallelSize": self.training.sequence_parallel_size,
             f"{self.section}.pipelineParallelSize": self.training.pipeline_parallel_size,
+            f"{self.section}.virtualPipelineParallelSize": self.training.virtual_pipeline_parallel_size,
             f"{self.section}.expertParallelSize": self.training.expert_parallel_size,
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, cast
 
-from ppojob_api.v1alpha1.training import Engine, EngineClass
+from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_trainer.engines.errors import EngineClassError
 from ppojob_trainer.engines.train.engine import EngineSetup, ScoringEngine, TrainEngine
 from ppojob_trainer.user_code import UserCodeError, check_call, find_class, import_user_code
@@ -43,11 +43,11 @@ def make_engine(setup: EngineSetup) -> TrainEngine:
     return FSDPEngine(setup)
 
 
-def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[int, ...]:
-    """Return how many parameters each of `size` pipeline stages of a model has."""
+def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: int) -> tuple[int, ...]:
+    """Return how many parameters each of `size` ranks of a pipeline has in its `virtual` stages."""
     from ppojob_trainer.engines.train.fsdp import stages
 
-    return stages.parameters_of_stages(language_model, size)
+    return stages.parameters_of_stages(language_model, size, virtual)
 
 
 def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:

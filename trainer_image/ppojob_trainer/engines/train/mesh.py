@@ -2,7 +2,7 @@
 
 Five axes, the innermost last; the ranks of a host are consecutive:
 
-    pipeline    stages of consecutive layers
+    pipeline    stages of consecutive layers, one or several of each rank
     replicate   copies of the model, whose gradients are averaged (HSDP)
     shard       FSDP divides parameters, gradients and moments
     sequence    Ulysses divides the tokens of a micro-batch
@@ -60,7 +60,7 @@ AXES: Final = (PIPELINE, REPLICATE, SHARD, SEQUENCE, TENSOR)
 class ParallelDims:
     """The size of each axis; see the module's docstring. Their product is the number of ranks.
 
-    expert: ranks over which the experts of a layer are divided; they are some of those over which FSDP shards.
+    expert: ranks of those over which FSDP shards that divide the experts of a layer. virtual: stages of each rank.
     """
 
     replicate: int = 1
@@ -69,14 +69,15 @@ class ParallelDims:
     tensor: int = 1
     pipeline: int = field(default=1, kw_only=True)
     expert: int = field(default=1, kw_only=True)
+    virtual: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1, and experts that cannot be divided.
+        """Refuse sizes below 1, experts that cannot be divided, and several stages of a rank without a pipeline.
 
         Raises:
             ValueError: with the axis and its size.
         """
-        for axis, size in zip((*AXES, EXPERT), (*self.sizes, self.expert), strict=True):
+        for axis, size in zip((*AXES, EXPERT, "virtual"), (*self.sizes, self.expert, self.virtual), strict=True):
             if size < 1:
                 raise ValueError(f"the size of the {axis} axis is {size}: it must be at least 1")
         if self.fsdp % self.expert:
@@ -86,6 +87,8 @@ class ParallelDims:
             )
         if self.expert > 1 and self.tensor > 1:
             raise ValueError(f"expert {self.expert} with tensor {self.tensor} is not supported: set one of them to 1")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual {self.virtual} needs pipeline above 1: set it to 1")
 
     @classmethod
     def of(
@@ -97,6 +100,7 @@ class ParallelDims:
         tensor: int = 1,
         pipeline: int = 1,
         expert: int = 1,
+        virtual: int = 1,
     ) -> ParallelDims:
         """Divide a number of ranks.
 
@@ -121,7 +125,8 @@ class ParallelDims:
                 f"FSDP cannot shard over {fsdp} of {where} with sequence {sequence} and tensor {tensor}: "
                 f"use a multiple of {sequence} that divides {of_stage // tensor}"
             )
-        return cls(of_stage // (fsdp * tensor), fsdp // sequence, sequence, tensor, pipeline=pipeline, expert=expert)
+        copies, shards = of_stage // (fsdp * tensor), fsdp // sequence
+        return cls(copies, shards, sequence, tensor, pipeline=pipeline, expert=expert, virtual=virtual)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -368,7 +373,7 @@ def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: ti
         sequence = SequencePeers(group, dims.coordinates(rank)[SEQUENCE], dims.sequence)
     if dims.pipeline > 1:
         group = _group_of(rank, dims.groups(PIPELINE), timeout)
-        pipeline = PipelinePeers(group, dims.coordinates(rank)[PIPELINE], dims.pipeline)
+        pipeline = PipelinePeers(group, dims.coordinates(rank)[PIPELINE], dims.pipeline, dims.virtual)
     if dims.expert > 1:
         of_experts = dims.expert_groups()
         mine = {axis: _group_of(rank, groups, timeout) for axis, groups in of_experts.items()}

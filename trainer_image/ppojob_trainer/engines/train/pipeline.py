@@ -1,12 +1,13 @@
-"""Pipeline parallelism: each rank of a group has some consecutive layers of the model, its stage.
+"""Pipeline parallelism: each rank of a group has one or several stages, which are consecutive layers of the model.
 
     stage 0          embedding, first layers    ─ hidden states ─▶  ◀─ their gradients ─
     ...              layers                     ─ hidden states ─▶  ◀─ their gradients ─
     the last stage   last layers, final norm, output layer or value head; loss
 
-Huang et al. 2019, arXiv 1811.06965, section 2. This is a rank's place in its group and the small messages of the group
-beside those of the schedule (`fsdp.passes`), which sends the hidden states. `train.mesh` creates the groups;
-`fsdp.stages` divides a model.
+Huang et al. 2019, arXiv 1811.06965, section 2. With several stages, a rank has every `size`-th one (virtual stages,
+Narayanan et al. 2021, arXiv 2104.04473, section 2.2): of two ranks with two stages each, rank 0 has stages 0 and 2, and
+rank 1 has 1 and 3. This is a rank's place in its group and the small messages of the group beside those of the schedule
+(`fsdp.passes`), which sends the hidden states. `train.mesh` creates the groups; `fsdp.stages` divides a model.
 """
 
 from __future__ import annotations
@@ -21,41 +22,52 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PipelinePeers:
-    """This rank in its pipeline, whose ranks have one stage each and work on the same sequences."""
+    """This rank in its pipeline, whose ranks have `virtual` stages each and work on the same sequences."""
 
     group: dist.ProcessGroup
-    stage: int
+    rank: int
     size: int
+    virtual: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage has the embedding."""
-        return self.stage == 0
+        """Whether this rank has the first stage, and so the embedding."""
+        return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the output layer or the value head, and computes the loss."""
-        return self.stage == self.size - 1
+        """Whether this rank has the last stage: the output layer or the value head, and the loss."""
+        return self.rank == self.size - 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.size * self.virtual
+
+    @property
+    def stages(self) -> range:
+        """The numbers of this rank's stages."""
+        return range(self.rank, self.num_stages, self.size)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the stages, on the tensor's device. Collective."""
+        """Return the sum over the ranks, on the tensor's device. Collective."""
         summed = values.clone()
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def broadcast(self, values: Tensor, stage: int) -> None:
-        """Fill a contiguous tensor with that of a stage, on the tensor's device. Collective."""
+    def broadcast(self, values: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with that of a rank, on the tensor's device. Collective."""
         # As bytes, because gloo does not know all dtypes.
-        dist.broadcast(values.view(torch.uint8), group=self.group, group_src=stage)
+        dist.broadcast(values.view(torch.uint8), group=self.group, group_src=rank)
 
     def of_last(self, value: Any) -> Any:
-        """Return the last stage's value, a small object of plain numbers. Collective; it does not use the device."""
+        """Return the last rank's value, a small object of plain numbers. Collective; it does not use the device."""
         found = [value]
         dist.broadcast_object_list(found, group=self.group, group_src=self.size - 1, device=torch.device("cpu"))
         return found[0]
 
     def of_other_end(self, values: Tensor) -> Tensor:
-        """Return what the last stage has, on the first one, and the reverse. Only these two call it."""
+        """Return what the last rank has, on the first one, and the reverse. Only these two call it."""
         other = 0 if self.is_last else self.size - 1
         received = torch.empty_like(values)
         operations = [

@@ -62,9 +62,9 @@ class ModelSize:
 
     layers, hidden, intermediate: sizes of the decoder, for the memory of activations; 0 if the configuration does not
     have them. in_experts: parameters of fused experts; experts_per_token: those that compute a token; 0 if the model is
-    no mixture. in_embeddings: parameters of embedding and output layer; 0 if unknown. host, host_bytes: address of the
-    first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage; empty
-    without a pipeline.
+    no mixture. in_embeddings: parameters of a language model's embedding and output layer. host, host_bytes: address of
+    the first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage, or of
+    all stages that a rank has; empty without a pipeline.
     """
 
     num_parameters: int
@@ -81,7 +81,7 @@ class ModelSize:
 
     @property
     def largest_stage(self) -> int:
-        """Parameters of the largest pipeline stage; without a pipeline, of the model."""
+        """The most of `stages`; without a pipeline, of the model."""
         return max(self.stages, default=self.num_parameters)
 
 
@@ -95,7 +95,9 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
     kind: Any = AutoModelForCausalLM if source.has_output_layer else AutoModel
     with torch.device("meta"):
         module = kind.from_config(config, trust_remote_code=source.trust_remote_code)
-    num_stages = training.pipeline_parallel_size if training is not None else 1
+    num_ranks, virtual = 1, 1
+    if training is not None:
+        num_ranks, virtual = training.pipeline_parallel_size, training.virtual_pipeline_parallel_size
 
     def number(name: str) -> int:
         return int(getattr(config, name, None) or 0)
@@ -108,8 +110,8 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         intermediate=active_intermediate(config),
         experts_per_token=number("num_experts_per_tok"),
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
-        in_embeddings=embedding_parameters(config),
-        stages=parameters_of_stages(module, num_stages) if num_stages > 1 else (),
+        in_embeddings=embedding_parameters(config) if source.has_output_layer else 0,
+        stages=parameters_of_stages(module, num_ranks, virtual) if num_ranks > 1 else (),
     )
 
 
@@ -124,6 +126,7 @@ def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
         tensor=training.tensor_parallel_size,
         pipeline=training.pipeline_parallel_size,
         expert=training.expert_parallel_size,
+        virtual=training.virtual_pipeline_parallel_size,
     )
 
 

@@ -17,7 +17,7 @@ from ppojob_trainer.engines.train.model_fit import check_heads, check_is_mixture
 from ppojob_trainer.models.support import FAMILIES
 
 _SEQUENCE, _TENSOR, _PIPELINE = "sequenceParallelSize", "tensorParallelSize", "pipelineParallelSize"
-_EXPERT = "expertParallelSize"
+_VIRTUAL, _EXPERT = "virtualPipelineParallelSize", "expertParallelSize"
 
 
 def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
@@ -32,6 +32,8 @@ def check_divisions(config: PretrainedConfig, sizes: Mapping[str, int]) -> None:
             continue
         if field.endswith(_PIPELINE):
             _check_stages(config, text, field, size)
+        elif field.endswith(_VIRTUAL):
+            _check_virtual_stages(text, field, size, sizes.get(field.replace(_VIRTUAL, _PIPELINE), 1))
         elif field.endswith(_EXPERT):
             _check_experts(text, field, size)
         elif field.endswith(_SEQUENCE):
@@ -51,6 +53,15 @@ def _check_stages(config: PretrainedConfig, text: Any, field: str, size: int) ->
         raise ModelMismatchError(
             f"{field} {size} is more than this {text.model_type}'s num_hidden_layers {text.num_hidden_layers}: use at "
             "most that"
+        )
+
+
+def _check_virtual_stages(text: Any, field: str, size: int, ranks: int) -> None:
+    """Check that the model has a layer for each stage of the pipeline's ranks."""
+    if text.num_hidden_layers < size * ranks:
+        raise ModelMismatchError(
+            f"{field} {size} with {_PIPELINE} {ranks} is more than this {text.model_type}'s num_hidden_layers "
+            f"{text.num_hidden_layers}: let their product be at most that"
         )
 
 

@@ -4,7 +4,7 @@ Implements `TrainEngine`, whose docstrings say what each method promises; `loade
 rows into the same number of micro-batches and minibatches, because each involves collectives. Losses and metrics are
 shares of the whole minibatch over all ranks (`maths.losses`), so neither the micro-batches nor the number of ranks
 changes a gradient. The host reads nothing from the device before the end of an update, except the sizes of messages
-between ranks that divide experts, and one number that the stages of a pipeline exchange before each of its passes.
+between ranks that divide experts, and one number that the stages of a pipeline exchange before its first pass.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ppojob_trainer.engines.train.batch import (
     MicroBatch,
     MicroBatchPlan,
     build_micro_batches,
+    num_passes,
     sequence_lengths,
     split_minibatches,
     widest,
@@ -54,7 +55,6 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import read_config
 from ppojob_trainer.engines.train.objectives import Objective, UpdateResult
 from ppojob_trainer.maths.losses import Denominators
-from ppojob_trainer.maths.packing import num_micro_batches
 from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, Ragged
 
 
@@ -228,7 +228,7 @@ class FSDPEngine:
             outputs = self.module(micro.tokens, temperature, received)
         else:
             outputs = (self.module(micro.tokens, received),)
-        if is_sent(self.module.stage):
+        if is_sent(received):
             return outputs
         return tuple(micro.spread(each) for each in outputs)
 
@@ -249,10 +249,8 @@ class FSDPEngine:
 
     def _plans(self, parts: Sequence[DataProto]) -> list[MicroBatchPlan]:
         """Return how each part is divided; all ranks have equally many micro-batches, a pipeline enough for 1F1B."""
-        stages = self.parallel.dims.pipeline
-        mine = [
-            max(num_micro_batches(sequence_lengths(part), self._max_tokens), min(stages, len(part))) for part in parts
-        ]
+        dims = self.parallel.dims
+        mine = [num_passes(sequence_lengths(part), self._max_tokens, dims.pipeline, dims.virtual) for part in parts]
         plans = [MicroBatchPlan(int(most), self._max_tokens) for most in self.parallel.max(torch.tensor(mine))]
         if self.parallel.pipeline is None:
             return plans

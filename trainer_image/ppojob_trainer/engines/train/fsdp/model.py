@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, groupby
 from types import MethodType
 from typing import Any, Final
 
@@ -36,7 +37,7 @@ from ppojob_trainer.engines.train.fsdp.loading import (
     write_shard,
 )
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
-from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
+from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
 from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
@@ -162,7 +163,7 @@ def build_critic(
     head = nn.Linear(config.hidden_size, 1, device="meta")
     module = ValueModule(language_model, head, activation_offload=options.activation_offload)
     module.stage = _cut(AutoModel, language_model, module.backbone, options, parallel)
-    if is_sent(module.stage):
+    if module.stage is not None and not module.stage.peers.is_last:
         module.value_head = None
     conversions = Conversions(language_model)
     divide(module, module.language_model, module.backbone, parallel)
@@ -178,7 +179,7 @@ def build_critic(
 def _cut(
     auto: Any, language_model: PreTrainedModel, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh
 ) -> Stage | None:
-    """Cut a whole model to this rank's pipeline stage, if there is a pipeline.
+    """Cut a whole model to this rank's pipeline stages, if there is a pipeline.
 
     Raises:
         ModelUnsupportedError: the model cannot be divided into stages.
@@ -187,7 +188,8 @@ def _cut(
         return None
     layers = _layers(backbone)
     whole = _whole(auto, language_model.config, options)
-    return cut(language_model, backbone, parts_of(whole, len(layers), parallel.pipeline.size), parallel.pipeline)
+    peers = parallel.pipeline
+    return cut(language_model, backbone, parts_of(whole, len(layers), peers.size, peers.virtual), peers)
 
 
 def _whole(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -234,7 +236,8 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     if options.lora is not None:
         # The layers are divided by now, and each adapter is divided as its layer.
         add_adapters(_layers(backbone), options.lora)
-    layers = [layer for layer in _layers(backbone) if not isinstance(layer, Elsewhere)]
+    runs = [list(run) for is_elsewhere, run in groupby(_layers(backbone), _is_elsewhere) if not is_elsewhere]
+    layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in layers:
         if options.gradient_checkpointing:
@@ -244,13 +247,20 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
             layer.compile()
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
-    messages = layers_of_messages(layers, options.dtype) if options.stays_gathered else ([layer] for layer in layers)
+    messages: Iterable[list[nn.Module]] = ([layer] for layer in layers)
+    if options.stays_gathered:
+        # A pass computes one stage of a rank, and its layers are not next to those of another.
+        messages = chain.from_iterable(layers_of_messages(run, options.dtype) for run in runs)
     for together in messages:
         shard_experts(together, parallel, precision, is_freed=is_freed)
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
+
+
+def _is_elsewhere(layer: nn.Module) -> bool:
+    return isinstance(layer, Elsewhere)
 
 
 def _layers(backbone: nn.Module) -> nn.ModuleList:

@@ -5,6 +5,8 @@ Built by `model`. Each may be a pipeline stage (`stages`): one before the last r
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -13,7 +15,7 @@ from ppojob_trainer.engines.train.batch import PackedTokens
 from ppojob_trainer.engines.train.fsdp.offload import activations_on_host
 from ppojob_trainer.engines.train.fsdp.passes import Received
 from ppojob_trainer.engines.train.fsdp.routing import replay_experts
-from ppojob_trainer.engines.train.fsdp.stages import Stage
+from ppojob_trainer.engines.train.fsdp.stages import Stage, computing
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.maths.log_probs import linear_log_probs
 
@@ -50,8 +52,8 @@ class PolicyModule(nn.Module):
         A stage before the last returns its hidden states; `received` is what a stage received.
         """
         with activations_on_host(is_enabled=self.activation_offload):
-            hidden = _hidden(self.backbone, tokens, received)
-        if is_sent(self.stage):
+            hidden = _hidden(self.backbone, tokens, received, self.stage)
+        if is_sent(received):
             return (_to_send(hidden, received),)
         # Under the same name: the hidden states of all tokens are freed before the logits take memory.
         hidden = hidden.index_select(0, tokens.rows)
@@ -61,7 +63,7 @@ class PolicyModule(nn.Module):
 class ValueModule(nn.Module):
     """A decoder with a value head, which computes in float32: values are compared by small differences.
 
-    Of a pipeline, only the last stage has the head.
+    Of a pipeline, only the rank with the last stage has the head.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class ValueModule(nn.Module):
     def forward(self, tokens: PackedTokens, received: Received | None = None) -> Tensor:
         """Return the N values, float32 [N]; of a stage before the last, its hidden states."""
         with activations_on_host(is_enabled=self.activation_offload):
-            hidden = _hidden(self.backbone, tokens, received)
-        if self.value_head is None:
+            hidden = _hidden(self.backbone, tokens, received, self.stage)
+        if is_sent(received):
             return _to_send(hidden, received)
+        assert self.value_head is not None, "the rank with the last stage has the value head"
         # Under the same name: the hidden states of all tokens are freed.
         hidden = hidden.index_select(0, tokens.rows)
         values: Tensor = self.value_head(hidden.float())
@@ -97,13 +100,17 @@ class ValueModule(nn.Module):
         return values.squeeze(-1).clone()
 
 
-def _hidden(backbone: nn.Module, tokens: PackedTokens, received: Received | None) -> Tensor:
-    """Return hidden states [T, D]."""
+def _hidden(backbone: nn.Module, tokens: PackedTokens, received: Received | None, stage: Stage | None) -> Tensor:
+    """Return hidden states [T, D], of a pipeline those of one of the rank's stages."""
     inputs: dict[str, Tensor] = {"input_ids": tokens.input_ids}
     if received is not None and received.hidden is not None:
         inputs = {"inputs_embeds": received.hidden[: tokens.input_ids.shape[1]].unsqueeze(0)}
     replay_experts(backbone, tokens.experts)
-    output = backbone(**inputs, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments)
+    chosen: AbstractContextManager[None] = nullcontext()
+    if received is not None and stage is not None and stage.peers.virtual > 1:
+        chosen = computing(backbone, stage.peers, received.stage)
+    with chosen:
+        output = backbone(**inputs, position_ids=tokens.position_ids, use_cache=False, segments=tokens.segments)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
 
@@ -114,6 +121,6 @@ def _to_send(hidden: Tensor, received: Received | None) -> Tensor:
     return functional.pad(hidden, (0, 0, 0, received.width - hidden.shape[0]))
 
 
-def is_sent(stage: Stage | None) -> bool:
+def is_sent(received: Received | None) -> bool:
     """Whether hidden states are sent to a later stage."""
-    return stage is not None and not stage.peers.is_last
+    return received is not None and not received.is_last

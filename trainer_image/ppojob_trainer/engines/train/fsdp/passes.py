@@ -8,6 +8,9 @@ Called by the engine. Both give the same numbers: an optimizer step is on the su
         stage 0    F0 F1 ........ B0 F2 ... B1 F3 ...        F: forward, B: backward of a micro-batch
         stage 1       F0 B0 F1 B1 ...
 
+If ranks have several stages, it is the interleaved 1F1B of the same section: a rank computes as many micro-batches as
+there are ranks in one of its stages, then in the next one. A rank's stages take the micro-batches in the same order.
+
 Packed micro-batches have different numbers of tokens, and the schedule's messages one size. So the hidden states are
 padded to the widest micro-batch of the pass when they are sent, and cut again when they are received: padding costs
 bytes between two stages, and no arithmetic. FSDP sees ordinary forward and backward passes, so it gathers layers and
@@ -18,28 +21,47 @@ Suffixes: T tokens of the widest micro-batch, D size of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
-__all__ = ["Compute", "InOrder", "Passes", "Pipelined", "Received"]
+__all__ = ["Compute", "InOrder", "Passes", "Pipelined", "Received", "in_window"]
 
-WINDOW: Final = 8
-"""Micro-batches for each stage of one forward pass's schedule, which has a receive buffer for each: more of them would
-take memory, fewer would leave the stages idle for longer."""
+_WINDOW: Final = 8
+_YES: Final = torch.ones(1, dtype=torch.int32)
+
+
+def in_window(size: int, virtual: int) -> int:
+    """Return the micro-batches of one forward pass's schedule, of `size` ranks with `virtual` stages each.
+
+    The schedule has a receive buffer for each, in each stage: more of them would take memory, fewer would leave the
+    ranks idle for longer. So it does not depend on `virtual` how much of their time they wait.
+    """
+    return max(size, _WINDOW * size // virtual)
 
 
 class Received:
-    """What a stage receives for a micro-batch: hidden states [T, D], and T. None of both is received by stage 0."""
+    """What a stage receives for a micro-batch: hidden states [T, D], which the first stage does not receive, and T.
 
-    def __init__(self, hidden: Tensor | None, width: int) -> None:
-        self.hidden, self.width = hidden, width
+    stage: its number; is_last: whether it is the pipeline's last stage.
+    """
+
+    def __init__(self, hidden: Tensor | None, width: int, stage: int = 0, *, is_last: bool = False) -> None:
+        self.hidden, self.width, self.stage, self.is_last = hidden, width, stage, is_last
 
 
 Compute: TypeAlias = Callable[[MicroBatch, "Received | None"], tuple[Tensor, ...]]
@@ -83,7 +105,7 @@ class InOrder:
 
 
 class Pipelined:
-    """`Passes` of a pipeline stage."""
+    """`Passes` of a rank of a pipeline."""
 
     def __init__(
         self,
@@ -93,6 +115,7 @@ class Pipelined:
     ) -> None:
         """`hidden`: [D], of the device and the dtype of hidden states."""
         self._peers, self._hidden, self._before_backward = peers, hidden, before_backward
+        self._is_connected = False
 
     def forward(
         self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute
@@ -100,51 +123,89 @@ class Pipelined:
         """See `Passes`."""
         found: list[tuple[Tensor, Sequence[Tensor]]] = []
 
-        def run(hidden: Tensor | None = None) -> Tensor:
-            micro = next(micros)
-            outputs = compute(micro, Received(hidden, plan.width))
-            if not self._peers.is_last:
-                return outputs[0]
+        def finish(micro: MicroBatch, outputs: tuple[Tensor, ...]) -> Tensor:
             found.append((micro.indices, outputs))
             # The schedule wants an output, and nobody reads it.
             return self._hidden
 
-        most = WINDOW * self._peers.size
+        peers = self._peers
+        most = in_window(peers.size, peers.virtual)
         for first in range(0, plan.number, most):
             size = min(most, plan.number - first)
-            stage = self._stage(run, plan.width, is_trained=False)
-            ScheduleGPipe(stage, size).step(return_outputs=False)
+            stages = self._stages(islice(micros, size), plan.width, compute, finish, is_trained=False)
+            schedule = ScheduleGPipe(stages[0], size) if peers.virtual == 1 else ScheduleLoopedBFS([*stages], size)
+            schedule.step(return_outputs=False)
+            self._is_connected = True
         return found
 
     def backward(self, micros: Iterator[MicroBatch], plan: MicroBatchPlan, compute: Compute, loss: Loss) -> None:
         """See `Passes`."""
-
-        def run(hidden: Tensor | None = None) -> Tensor:
-            micro = next(micros)
-            outputs = compute(micro, Received(hidden, plan.width))
-            return loss(micro, outputs) if self._peers.is_last else outputs[0]
-
-        stage = self._stage(run, plan.width, is_trained=True)
-        # 1F1B refuses fewer micro-batches than stages, with which it would be the other schedule.
-        kind = Schedule1F1B if plan.number >= self._peers.size else ScheduleGPipe
-        schedule = kind(stage, plan.number, _as_it_is, scale_grads=False)
-        target = torch.zeros(plan.number) if self._peers.is_last else None
+        peers = self._peers
+        stages = self._stages(micros, plan.width, compute, loss, is_trained=True)
+        schedule: _Interleaved | Schedule1F1B | ScheduleGPipe
+        if peers.virtual > 1:
+            schedule = _Interleaved(stages, plan.number)
+        else:
+            # 1F1B refuses fewer micro-batches than stages, with which it would be the other schedule.
+            kind = Schedule1F1B if plan.number >= peers.size else ScheduleGPipe
+            schedule = kind(stages[0], plan.number, _as_it_is, scale_grads=False)
+        target = torch.zeros(plan.number) if peers.is_last else None
         schedule.step(target=target, return_outputs=False)
+        self._is_connected = True
 
-    def _stage(self, run: Callable[..., Tensor], width: int, *, is_trained: bool) -> _Stage:
+    def _stages(
+        self, micros: Iterable[MicroBatch], width: int, compute: Compute, finish: Loss, *, is_trained: bool
+    ) -> list[_Stage]:
+        """Return this rank's stages. Each computes all micro-batches; the last one gives its outputs to `finish`."""
         peers = self._peers
         message = torch.empty(
             (width, *self._hidden.shape), dtype=self._hidden.dtype, device="meta", requires_grad=is_trained
         )
-        return _Stage(
-            _Function(run),
-            peers.stage,
-            peers.size,
-            self._hidden.device,
-            input_args=() if peers.is_first else message,
-            output_args=message,
-            group=peers.group,
-        ).calling(self._before_backward)
+
+        def function(number: int, own: Iterator[MicroBatch]) -> _Function:
+            is_last = number == peers.num_stages - 1
+
+            def run(hidden: Tensor | None = None) -> Tensor:
+                micro = next(own)
+                outputs = compute(micro, Received(hidden, width, number, is_last=is_last))
+                return finish(micro, outputs) if is_last else outputs[0]
+
+            return _Function(run)
+
+        return [
+            _Stage(
+                function(number, own),
+                number,
+                peers.num_stages,
+                self._hidden.device,
+                input_args=() if number == 0 else message,
+                output_args=message,
+                group=peers.group,
+            ).calling(self._before_backward, is_connected=self._is_connected)
+            for number, own in zip(peers.stages, _shared(micros, peers.virtual), strict=True)
+        ]
+
+
+def _shared(micros: Iterable[MicroBatch], number: int) -> list[Iterator[MicroBatch]]:
+    """Return iterators over the same micro-batches, each of which is freed when all have passed it.
+
+    `itertools.tee` frees several dozen at a time.
+    """
+    source, waiting = iter(micros), [deque[MicroBatch]() for _ in range(number)]
+
+    def own(mine: deque[MicroBatch]) -> Iterator[MicroBatch]:
+        while True:
+            if not mine:
+                try:
+                    micro = next(source)
+                except StopIteration:
+                    return
+                for each in waiting:
+                    each.append(micro)
+                del micro
+            yield mine.popleft()
+
+    return [source] if number == 1 else [own(mine) for mine in waiting]
 
 
 class _Function(nn.Module):
@@ -159,17 +220,50 @@ class _Function(nn.Module):
         return self._function(*received)
 
 
-class _Stage(PipelineStage):
-    """A stage that announces its backward passes."""
+class _Interleaved(ScheduleInterleaved1F1B):
+    """Interleaved 1F1B of any number of micro-batches.
 
-    def calling(self, before_backward: Callable[[bool], None]) -> _Stage:
-        self._before_backward = before_backward
+    torch's order is that of rounds with equally many of them. With others, it is the order of as many as fill the last
+    round, without those that do not exist: what depends on one another is of the same micro-batch.
+    """
+
+    def __init__(self, stages: list[_Stage], number: int) -> None:
+        self._number = number
+        size = stages[0].group_size
+        super().__init__([*stages], -(-number // size) * size, _as_it_is, scale_grads=False)
+
+    def _prepare_schedule_with_comms(self, actions: Any, *rest: Any, **named: Any) -> None:
+        self._n_microbatches = self._number
+        own = {
+            rank: [action for action in order if action is not None and action.microbatch_index < self._number]
+            for rank, order in actions.items()
+        }
+        super()._prepare_schedule_with_comms(own, *rest, **named)
+
+
+class _Stage(PipelineStage):
+    """A stage that announces its backward passes; the last one is the rank's last, in its first stage.
+
+    Before a schedule, stages ask each other by messages whether all know the sizes of what they receive, and the host
+    waits for the answer. Ours always know; only the first schedule asks, because this also opens the connections.
+    """
+
+    def calling(self, before_backward: Callable[[bool], None], *, is_connected: bool) -> _Stage:
+        self._before_backward, self._is_connected = before_backward, is_connected
         return self
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return _YES if self._is_connected else super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return _YES if self._is_connected else super()._warmup_backward_result(received_result)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._before_backward(last_backward)
+        # Without gradients, the schedule of several stages calls it too.
+        if self.has_backward:
+            self._before_backward(last_backward and self.stage_index < self.group_size)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 

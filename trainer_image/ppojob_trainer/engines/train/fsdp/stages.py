@@ -4,11 +4,12 @@
     others             their layers
     the last stage     its layers, the final norm, and the output layer or the value head
 
+A rank with several stages has the layers of all of them in one model, and computes one stage at a time (`computing`).
 Called by `model` while a model is built without memory, so no rank reads another stage's weights. All modules keep
 their names, so checkpoints, weights and exports have those of the whole model. transformers' own forward pass calls
 the remaining modules: a later stage gives it the previous stage's hidden states in place of embedded tokens.
 
-A tied embedding is a parameter of stage 0 and of the last stage. Both add the other's gradient (`sum_tied_gradients`),
+A tied embedding is a parameter of the first and of the last rank. Both add the other's gradient (`sum_tied_gradients`),
 so they make the same steps and stay equal in every bit. Norm and optimizer state count it once, under the embedding's
 name.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -35,6 +37,7 @@ __all__ = [
     "Elsewhere",
     "Part",
     "Stage",
+    "computing",
     "cut",
     "layer_number",
     "layers_of_stage",
@@ -56,11 +59,11 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of the whole model, and the stage that has it; of a tied one, stage 0."""
+    """A parameter of the whole model, and the rank of the pipeline that has it; of a tied one, rank 0."""
 
     name: str
     shape: tuple[int, ...]
-    stage: int
+    rank: int
 
     @property
     def layer(self) -> str | None:
@@ -76,9 +79,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank's stage. parts: the parameters of the whole model in order, tied ones once, with those of adapters.
+    """What a rank has of a pipeline, one or several stages.
 
-    tied: the names of the embedding's and of the output layer's weight if they are one parameter.
+    parts: the parameters of the whole model in order, tied ones once, with those of adapters. tied: the names of the
+    embedding's and of the output layer's weight if they are one parameter.
     """
 
     peers: PipelinePeers
@@ -87,25 +91,25 @@ class Stage:
 
     @cached_property
     def copy(self) -> str | None:
-        """The name of a tied weight on the last stage, which is the copy of stage 0's."""
+        """The name of a tied weight on the last rank, which is the copy of rank 0's."""
         return self.tied[1] if self.tied is not None and self.peers.is_last else None
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """The tied weight's name that this stage does not have -> the one that it has."""
+        """The tied weight's name that this rank does not have -> the one that it has."""
         if self.tied is None or not (self.peers.is_first or self.peers.is_last):
             return {}
         embedding, output = self.tied
         return {embedding: output} if self.peers.is_last else {output: embedding}
 
     def together(self, parts: Sequence[Part]) -> Iterator[tuple[int, list[Part]]]:
-        """Yield the stage and parts of each layer, which are sent in one message; other parts alone."""
+        """Yield the rank and parts of each layer, which are sent in one message; other parts alone."""
 
         def key(part: Part) -> tuple[int, str]:
-            return part.stage, part.layer or part.name
+            return part.rank, part.layer or part.name
 
-        for (stage, _), group in groupby(parts, key):
-            yield stage, list(group)
+        for (rank, _), group in groupby(parts, key):
+            yield rank, list(group)
 
 
 def layer_number(name: str) -> int | None:
@@ -114,37 +118,43 @@ def layer_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def layers_of_stage(num_layers: int, stage: int, size: int) -> range:
+def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     """Return the numbers of a stage's layers. The later stages have fewer: the last one has the output layer, too."""
-    each, more = divmod(num_layers, size)
+    each, more = divmod(num_layers, num_stages)
     first = stage * each + min(stage, more)
     return range(first, first + each + (stage < more))
 
 
-def parts_of(language_model: PreTrainedModel, num_layers: int, size: int) -> tuple[Part, ...]:
-    """Return the parameters of a whole model, as they are divided over `size` stages."""
-    stage_of = {layer: stage for stage in range(size) for layer in layers_of_stage(num_layers, stage, size)}
+def parts_of(language_model: PreTrainedModel, num_layers: int, size: int, virtual: int) -> tuple[Part, ...]:
+    """Return the parameters of a whole model, as they are divided over `size` ranks of `virtual` stages each."""
+    number = size * virtual
+    rank_of = {layer: stage % size for stage in range(number) for layer in layers_of_stage(num_layers, stage, number)}
     embedding = {id(parameter) for parameter in _embedding(language_model).parameters()}
     found = []
     for name, parameter in language_model.named_parameters():
         layer = layer_number(name)
         outside = 0 if id(parameter) in embedding else size - 1
-        found.append(Part(name, tuple(parameter.shape), outside if layer is None else stage_of[layer]))
+        found.append(Part(name, tuple(parameter.shape), outside if layer is None else rank_of[layer]))
     return tuple(found)
 
 
-def parameters_of_stages(language_model: PreTrainedModel, size: int) -> tuple[int, ...]:
-    """Return how many parameters each of `size` stages of a whole model has; of a tied embedding both ends have one."""
+def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: int) -> tuple[int, ...]:
+    """Return how many parameters each of `size` ranks of `virtual` stages has; of a tied embedding both ends have one.
+
+    Args:
+        language_model: the whole one.
+    """
     counts = [0] * size
-    for part in parts_of(language_model, len(language_model.base_model.get_submodule("layers")), size):  # type: ignore[arg-type]
-        counts[part.stage] += part.numel
+    num_layers = len(language_model.base_model.get_submodule("layers"))  # type: ignore[arg-type]
+    for part in parts_of(language_model, num_layers, size, virtual):
+        counts[part.rank] += part.numel
     if size > 1 and _tied(language_model) is not None:
         counts[-1] += _embedding(language_model).get_parameter("weight").numel()
     return tuple(counts)
 
 
 def cut(language_model: PreTrainedModel, backbone: nn.Module, parts: tuple[Part, ...], peers: PipelinePeers) -> Stage:
-    """Remove from a whole model what other stages have; it holds this decoder, and may be the decoder itself.
+    """Remove from a whole model what other ranks have; it holds this decoder, and may be the decoder itself.
 
     Args:
         parts: of the whole model, with adapters.
@@ -161,21 +171,42 @@ def cut(language_model: PreTrainedModel, backbone: nn.Module, parts: tuple[Part,
     tied = _tied(language_model)
     embedding, output = _embedding(language_model), language_model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers = backbone.get_submodule("layers")
-    mine = layers_of_stage(len(list(layers.children())), peers.stage, peers.size)
-    for name, layer in list(layers.named_children()):
+    children = list(layers.named_children())
+    mine = {layer for stage in peers.stages for layer in layers_of_stage(len(children), stage, peers.num_stages)}
+    for name, layer in children:
         if int(name) not in mine:
             _replace(language_model, layer)
-    for child in list(backbone.children()):
+    for _, child in _with_parameters(backbone):
         is_mine = peers.is_first if child is embedding else peers.is_last
-        if child is not layers and not is_mine and any(True for _ in child.parameters()):
+        if child is not layers and not is_mine:
             _replace(language_model, child)
     if output is not None and not peers.is_last:
         _replace(language_model, output)
     return Stage(peers, parts, tied)
 
 
+@contextmanager
+def computing(backbone: nn.Module, peers: PipelinePeers, stage: int) -> Iterator[None]:
+    """Let a rank's decoder compute one of its stages inside: hidden states pass through its other layers.
+
+    FSDP's hooks are those of the layers, so only the layers of the stage are gathered.
+    """
+    layers, kept = backbone.get_submodule("layers"), [backbone.get_submodule("layers"), _embedding(backbone)]
+    mine = layers_of_stage(len(list(layers.children())), stage, peers.num_stages)
+    others = [(layers, name, layer) for name, layer in layers.named_children() if int(name) not in mine]
+    if stage < peers.num_stages - 1:
+        others += [(backbone, name, child) for name, child in _with_parameters(backbone) if child not in kept]
+    for owner, name, _ in others:
+        setattr(owner, name, Elsewhere())
+    try:
+        yield
+    finally:
+        for owner, name, module in others:
+            setattr(owner, name, module)
+
+
 def sum_tied_gradients(language_model: nn.Module, stage: Stage | None) -> None:
-    """Add the other stage's gradient of a tied weight, on the first and on the last stage.
+    """Add the other rank's gradient of a tied weight, on the first and on the last rank.
 
     Called when no parameter is gathered: FSDP's gradients are those of the shards.
     """
@@ -184,11 +215,16 @@ def sum_tied_gradients(language_model: nn.Module, stage: Stage | None) -> None:
     weight = language_model.get_parameter(stage.tied[stage.peers.is_last])
     if not weight.requires_grad:
         return
-    assert weight.grad is not None, "both stages compute with a tied weight, so both have a gradient"
+    assert weight.grad is not None, "both ranks compute with a tied weight, so both have a gradient"
     mine = local(weight.grad)
     with torch.no_grad():
-        # The sum of two numbers does not depend on their order, so both stages have the same one.
+        # The sum of two numbers does not depend on their order, so both ranks have the same one.
         mine.add_(stage.peers.of_other_end(mine.contiguous()))
+
+
+def _with_parameters(backbone: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the parts of a decoder that have parameters; rotary embeddings have none."""
+    return [(name, child) for name, child in backbone.named_children() if any(True for _ in child.parameters())]
 
 
 def _tied(language_model: PreTrainedModel) -> tuple[str, str] | None:
@@ -200,8 +236,8 @@ def _tied(language_model: PreTrainedModel) -> tuple[str, str] | None:
     return f"{names[id(embedding)]}.weight", f"{names[id(output)]}.weight"
 
 
-def _embedding(language_model: PreTrainedModel) -> nn.Module:
-    found: nn.Module = language_model.get_input_embeddings()
+def _embedding(language_model: nn.Module) -> nn.Module:
+    found: nn.Module = language_model.get_input_embeddings()  # type: ignore[operator]
     return found
 
 

@@ -2,8 +2,8 @@
 
 Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. A decoder
 layer is gathered at once by FSDP itself, with those that it travels with in a forward pass: a message for each of its
-parameters costs more than their bytes. Of a pipeline, each stage gathers its layers when it is their turn, and
-broadcasts them to the other stages in one message a layer: all ranks go through the whole model in the same order, so
+parameters costs more than their bytes. Of a pipeline, each rank gathers its layers when it is their turn, and
+broadcasts them to the other ranks in one message a layer: all ranks go through the whole model in the same order, so
 every rank may be a sender. Adapters are merged into the weights that they belong to, in float32, so the
 rollout engine knows nothing of them.
 """
@@ -96,7 +96,7 @@ class ShardedWeights:
         device = next(self._language_model.parameters()).device
         for owner, group in stage.together(parts):
             sizes = [math.prod(part.shape) for part in group]
-            if owner == stage.peers.stage:
+            if owner == stage.peers.rank:
                 flat = torch.cat([next(own).reshape(-1) for _ in group])
             else:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=device)
