@@ -16,6 +16,7 @@ from ppojob_trainer.worker_groups.roles.ref import RefWorker
 from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.bad_specs import with_changes
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import save_tiny_model
 
 CONTEXT = WorkerContext("role", rank=0, world_size=1, local_world_size=1, log_file=Path("role-0.log"), timeout_s=1.0)
@@ -89,6 +90,14 @@ def test_fields_of_mixtures_are_refused_for_other_models(
 ) -> None:
     with pytest.raises(ModelMismatchError, match=says):
         ActorWorker(CONTEXT, spec_of(model, given={where: value})).check()
+
+
+def test_a_loss_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_experts(tmp_path / "deepseek", family="deepseek_v3")
+    says = "actor.routerAuxLossCoefficient 0.5: transformers has no .* for deepseek_v3, .*: set it to 0"
+    coefficient: Changes = {("spec", "actor", "routerAuxLossCoefficient"): 0.5}
+    with pytest.raises(ModelMismatchError, match=says):
+        ActorWorker(CONTEXT, spec_of(path, given=coefficient)).check()
 
 
 def test_responses_without_recorded_experts_are_refused(model: Path) -> None:

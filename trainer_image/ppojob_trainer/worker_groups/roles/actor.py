@@ -72,7 +72,12 @@ class ActorWorker(EngineWorker):
             ModelUnsupportedError: a part of the model is not supported.
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
-        from ppojob_trainer.engines.train.model_fit import check_heads, check_is_mixture, read_config
+        from ppojob_trainer.engines.train.model_fit import (
+            check_heads,
+            check_is_balanced,
+            check_is_mixture,
+            read_config,
+        )
 
         try_functions(self.spec.algorithm)
         self.engine.check()
@@ -82,7 +87,7 @@ class ActorWorker(EngineWorker):
         if self.spec.rollout.routing_replay:
             check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
         if coefficient := self.spec.actor.router_aux_loss_coefficient:
-            check_is_mixture(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
+            check_is_balanced(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
         check_fit("actor", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS, Keys.ROUTED_EXPERTS))
