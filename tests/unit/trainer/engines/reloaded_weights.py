@@ -48,6 +48,7 @@ def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
         "no experts": [(name, tensor) for name, tensor in sent if ".experts." not in name],
         "half of the experts": [(name, tensor) for name, tensor in sent if not is_second_matrix(name)],
         "no attention": [(name, tensor) for name, tensor in sent if "self_attn.o_proj" not in name],
+        "no biases of routers": [(name, tensor) for name, tensor in sent if "e_score_correction_bias" not in name],
         "all again": sent,
         # Last, because some loaders raise another error, and their model is incomplete then.
         "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],

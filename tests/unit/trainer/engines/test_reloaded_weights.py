@@ -116,6 +116,14 @@ def test_a_push_without_experts_fails(reloaded: dict[str, Any], variant: str, pu
     assert re.search(r"without all of their weights: model\.layers\.\d\.(mlp|block_sparse_moe)\.experts", says)
 
 
+def test_a_push_without_the_biases_of_routers_fails(reloaded: dict[str, Any]) -> None:
+    """vLLM does not count them."""
+    says = reloaded["deepseek v3"]["no biases of routers"]["says"]
+    assert "without all of their weights: model.layers.1.mlp" in says
+    assert "e_score_correction_bias" in says
+    assert reloaded["mixtral"]["no biases of routers"]["says"] == "passed"
+
+
 @pytest.mark.parametrize("variant", [name for name in WITH_EXPERTS if VARIANTS[name][0] == "qwen3_moe"])
 def test_a_name_that_the_loader_of_a_mixture_ignores_fails(reloaded: dict[str, Any], variant: str) -> None:
     says = reloaded[variant]["a name too many"]["says"]

@@ -74,7 +74,7 @@ class _Load:
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and count the numbers."""
         for name, tensor in weights:
-            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+            if _is_uncounted(name):
                 self._copied[name] = tensor.clone()
             else:
                 self._num_came += tensor.numel()
@@ -103,13 +103,17 @@ class _Load:
         )
 
     def _not_copied(self) -> list[str]:
-        """Return the names of the tensors that are not counted, and not in the model."""
+        """Return the names of the tensors that are not counted and did not come, or are not in the model."""
         held = dict(self._model.named_parameters(remove_duplicate=False))
-        return [
+        wrong = [
             name
             for name, tensor in self._copied.items()
             if name not in held or not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
         ]
+        came = {id(held[name]) for name in self._copied if name in held}
+        # A router and its experts share one.
+        named = self._model.named_parameters()
+        return wrong + [name for name, tensor in named if _is_uncounted(name) and id(tensor) not in came]
 
     def _taken_by(self, name: str) -> int:
         info = get_layerwise_info(self._layers[name])
@@ -131,11 +135,19 @@ class _Load:
         return any(mine & self._kernels[other] for other, taken in self._taken.items() if other != name and taken)
 
 
+def _is_uncounted(name: str) -> bool:
+    return name.rpartition(".")[2] in SKIP_LOAD_TENSORS
+
+
 def _total(layer: nn.Module) -> int:
     return get_layerwise_info(layer).load_numel_total or 0
 
 
 def _parameters(layer: nn.Module) -> frozenset[int]:
-    """Return the identities of the parameters that vLLM computes with, which it puts aside while it reloads."""
+    """Return the identities of the parameters that vLLM computes with, which it puts aside while it reloads.
+
+    Those that it does not count are left out: a router and its experts share one.
+    """
     kernels = get_layerwise_info(layer).kernel_tensors
-    return frozenset(map(id, kernels[0].values())) if kernels is not None else frozenset()
+    named = kernels[0].items() if kernels is not None else ()
+    return frozenset(id(parameter) for name, parameter in named if name not in SKIP_LOAD_TENSORS)
