@@ -53,7 +53,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+CHECKED, ALSO = ("qwen3_moe", "deepseek_v3"), ("mixtral",)
+
+
+@pytest.fixture(scope="module", params=[*CHECKED, *(pytest.param(family, marks=pytest.mark.long) for family in ALSO)])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models") / request.param
     model = write_tiny_model(folder, request.param, **EXPERTS, **FAMILIES[request.param])

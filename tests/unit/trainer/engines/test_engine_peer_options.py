@@ -96,8 +96,9 @@ LAYOUTS = {
     "expert 2, adapters, gathered": Layout(
         ParallelDims(shard=2, expert=2), "experts", OF_ATTENTION, {"stays_gathered": True, "compile": True}
     ),
-    "expert 2 of sequence 2, deepseek": Layout(ParallelDims(sequence=2, expert=2), "deepseek", None),
-    "pipeline 2 of deepseek": Layout(ParallelDims(pipeline=2), "deepseek", None),
+    "pipeline 2 x expert 2 of sequence 2, deepseek": Layout(
+        ParallelDims(sequence=2, pipeline=2, expert=2), "deepseek", None
+    ),
     "expert 2 x replicate 2": Layout(ParallelDims(replicate=2, shard=2, expert=2), "experts", None),
     "pipeline 2 x expert 2": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts", None),
 }
@@ -111,6 +112,11 @@ MANY_RANKS = {
     "expert 4 of shard 2 x sequence 2": Layout(ParallelDims(shard=2, sequence=2, expert=4), "starved", None),
     "expert 2 of replicate 2 x shard 2 x sequence 2": Layout(ParallelDims(2, 2, 2, expert=2), "experts", None),
     "expert 2 of 4 ranks with 2 experts": Layout(ParallelDims(shard=4, expert=2), "two experts", None),
+    "expert 2 of deepseek, adapters": Layout(
+        ParallelDims(shard=2, expert=2),
+        "deepseek",
+        LoRA(rank=3, alpha=12.0, target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
+    ),
     "expert 2 of mixtral": Layout(ParallelDims(shard=2, expert=2), "mixtral", None),
     "pipeline 2 of experts": Layout(ParallelDims(pipeline=2), "experts", None),
     "pipeline 2 x shard 2 of experts, gathered": Layout(

@@ -43,7 +43,7 @@ COEFFICIENT = 0.3
 Recording = np.ndarray[Any, Any]
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
