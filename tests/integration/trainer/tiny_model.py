@@ -55,5 +55,10 @@ def write_tiny_model(folder: Path, family: str = "llama", **settings: Any) -> Pa
             **settings,
         },
     )
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for module in model.modules():
+        # The biases of DeepSeek-V3's routers, which begin at 0, where a bias that is lost would not be seen.
+        if (bias := module._buffers.get("e_score_correction_bias")) is not None:
+            module._buffers["e_score_correction_bias"] = 0.3 * torch.randn(len(bias))
+    model.save_pretrained(folder)
     return folder

@@ -57,6 +57,18 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo2": Family(tensor_parallel=Support.REFUSED),
     "smollm3": Family(),
     "glm4": Family(tensor_parallel=Support.REFUSED),
+    "deepseek_v3": Family(
+        "with and without dense layers, groups of experts, compressed queries, YaRN",
+        push=Support.TESTED,
+        lora=Support.NOT_EXPERTS,
+        tensor_parallel=Support.REFUSED,
+    ),
+    "mixtral": Family(
+        "with and without sliding window",
+        push=Support.TESTED,
+        lora=Support.NOT_EXPERTS,
+        tensor_parallel=Support.REFUSED,
+    ),
     "qwen3_moe": Family(
         "with and without dense layers between those with experts",
         push=Support.TESTED,

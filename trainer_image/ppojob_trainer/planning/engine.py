@@ -8,7 +8,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.train.model_fit import active_intermediate, embedding_parameters
+from ppojob_trainer.engines.train.model_fit import active_intermediate, cached_numbers, embedding_parameters
 from ppojob_trainer.main.memory_fit import engine_weights
 
 __all__ = ["EnginePlan", "plan_engine"]
@@ -45,9 +45,7 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     """Return the plan of each engine in a pool; `gpu`: bytes of a GPU."""
     text: Any = config.get_text_config()
     rollout, parts = spec.rollout, spec.rollout.tensor_parallel_size
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    head = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    per_token = 2 * text.num_hidden_layers * max(1, heads // parts) * head * _BFLOAT16
+    per_token = text.num_hidden_layers * cached_numbers(text, parts) * _BFLOAT16
     share = rollout.gpu_memory_utilization * gpu
     weights = engine_weights(spec, num_parameters, embedding_parameters(config))
     length = spec.data.max_prompt_length + spec.data.max_response_length

@@ -46,6 +46,51 @@ def _experts(hidden: int, intermediate: int, layers: int, heads: int, key_heads:
     }
 
 
+_DEEPSEEK_V3: Final[dict[str, Any]] = {
+    "vocab_size": 129_280,
+    "max_position_embeddings": 163_840,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+_MOONLIGHT: Final[dict[str, Any]] = {
+    "vocab_size": 163_840,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+}
+
+
+def _latent(hidden: int, intermediate: int, layers: int, heads: int, of_family: dict[str, Any]) -> dict[str, Any]:
+    shape = _shape("deepseek_v3", hidden, intermediate, layers, heads, heads)
+    # The configuration computes it from the sizes of latent attention.
+    del shape["head_dim"]
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    settings = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+    return shape | sizes | settings | {"tie_word_embeddings": False} | of_family
+
+
 def _shape(model_type: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
     return {
         "model_type": model_type,
@@ -74,6 +119,17 @@ KNOWN_MODELS: Final[dict[str, dict[str, Any]]] = {
     "Qwen/Qwen2.5-72B": _qwen(8192, 29_568, 80, 64, 8),
     "Qwen/Qwen3-30B-A3B": _experts(2048, 6144, 48, 32, 4, 768),
     "Qwen/Qwen3-235B-A22B": _experts(4096, 12_288, 94, 64, 4, 1536),
+    "mistralai/Mixtral-8x7B-v0.1": _shape("mixtral", 4096, 14_336, 32, 32, 8)
+    | {
+        "vocab_size": 32_000,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "moonshotai/Moonlight-16B-A3B": _latent(2048, 11_264, 27, 16, _MOONLIGHT),
+    # DeepSeek's own repository has quantized weights.
+    "unsloth/DeepSeek-V3-bf16": _latent(7168, 18_432, 61, 128, _DEEPSEEK_V3),
     "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, tied=True),
     "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, 8, tied=True),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14_336, 32, 32, 8),

@@ -27,7 +27,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import StepTime, step_time
 from ppojob_trainer.engines.train.fsdp.passes import in_window
-from ppojob_trainer.engines.train.model_fit import embedding_parameters
+from ppojob_trainer.engines.train.model_fit import attention_width, cached_numbers, embedding_parameters
 from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
@@ -89,8 +89,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
     parts = spec.rollout.tensor_parallel_size
     engines = max(1, layout.gpus_of(Phase.GENERATE) // parts)
     sequences = spec.data.train_batch_size * spec.rollout.samples_per_prompt / engines
-    head = getattr(actor, "head_dim", None) or actor.hidden_size // actor.num_attention_heads
-    per_token = 2 * actor.num_hidden_layers * actor.num_key_value_heads * head * _BFLOAT16 / parts
+    per_token = actor.num_hidden_layers * cached_numbers(actor, parts) * _BFLOAT16
     num_parameters = measured["actor"].num_parameters
     of_engine = engine_weights(spec, num_parameters, embedding_parameters(actor))
     return Workload(
@@ -179,8 +178,7 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     config: Any = role.config.get_text_config()
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
     rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head
+    width = attention_width(config)
     tokens, pairs = rows * (prompt + response), rows * (prompt + response) ** 2
     layers: float = 2 * measured.layer_parameters * tokens + 2 * config.num_hidden_layers * width * pairs
     output: float = 2 * config.vocab_size * config.hidden_size * rows * response if role.source.has_output_layer else 0

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -31,25 +33,31 @@ from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtens
 from tests.ports import server_port
 
 PASSED = "passed"
+OTHERS = "others"
 NUM_TOKENS = 20
 
 
 def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
     """Return the kinds of pushes, by name: the weights as the trainer has them, others, and some of them only."""
-    named = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
-    # Tied parameters come once.
-    sent = [(name, tensor.detach()) for name, tensor in named]
+    # By the names of the hub, as the trainer sends them. Tied parameters come once.
+    sent = [(name, tensor.float()) for name, tensor in load_file(Path(path) / "model.safetensors").items()]
     return {
         "all": sent,
-        "others": [(name, -tensor) for name, tensor in sent],
+        OTHERS: [(name, -tensor) for name, tensor in sent],
         "nothing": [],
         "no experts": [(name, tensor) for name, tensor in sent if ".experts." not in name],
-        "half of the experts": [(name, tensor) for name, tensor in sent if ".experts.down_proj" not in name],
+        "half of the experts": [(name, tensor) for name, tensor in sent if not is_second_matrix(name)],
         "no attention": [(name, tensor) for name, tensor in sent if "self_attn.o_proj" not in name],
+        "no biases of routers": [(name, tensor) for name, tensor in sent if "e_score_correction_bias" not in name],
         "all again": sent,
         # Last, because some loaders raise another error, and their model is incomplete then.
         "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],
     }
+
+
+def is_second_matrix(name: str) -> bool:
+    """Whether a tensor is an expert's second matrix."""
+    return ".experts." in name and (".down_proj." in name or ".w2." in name)
 
 
 def worker_of(config: VllmConfig, model: nn.Module) -> WeightReceiverExtension:
@@ -68,7 +76,7 @@ def outcome(worker: WeightReceiverExtension, weights: list[tuple[str, Tensor]]) 
     try:
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             worker._ppojob_reload(7, iter(weights))
-    except (WeightSyncError, ValueError) as error:
+    except (WeightSyncError, ValueError, KeyError) as error:
         return str(error)
     return PASSED
 
@@ -95,22 +103,24 @@ def reloaded(path: str) -> dict[str, Any]:
         found[name] = {"says": outcome(worker, weights)}
         if found[name]["says"] == PASSED:
             found[name]["changed"] = changed(model, from_disk)
-            found[name]["apart"] = apart(config, model, path, dict(weights))
+            found[name]["apart"] = apart(config, model, path, is_negative=name == OTHERS)
             found[name]["head_apart"] = head_apart(config, model, dict(weights))
     return found
 
 
 @torch.no_grad()
-def apart(config: VllmConfig, model: Any, path: str, weights: dict[str, Tensor]) -> float | None:
+def apart(config: VllmConfig, model: Any, path: str, *, is_negative: bool) -> float | None:
     """Return how far vLLM's layers with experts compute from transformers' own, as a share; None without experts."""
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    theirs.load_state_dict(weights, strict=False)
+    if is_negative:
+        for tensor in theirs.state_dict().values():
+            tensor.neg_()
     inputs = torch.randn(NUM_TOKENS, theirs.config.hidden_size, generator=torch.Generator().manual_seed(3))
     shares = []
     for mine, other in zip(model.model.layers, theirs.model.layers, strict=True):
         if hasattr(other.mlp, "experts"):
             with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=NUM_TOKENS):
-                computed = mine.mlp(inputs.clone())
+                computed = (mine.block_sparse_moe if hasattr(mine, "block_sparse_moe") else mine.mlp)(inputs.clone())
             expected = other.mlp(inputs.unsqueeze(0)).squeeze(0)
             shares.append(float((computed - expected).norm() / expected.norm()))
     return max(shares, default=None)

@@ -29,17 +29,20 @@ from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, size_of
 from tests.unit.trainer.engines import gradient_ranks
-from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
 from tests.unit.trainer.engines.gradient_ranks import Way
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.test_engine_routing import random_recording
 from tests.unit.trainer.engines.tiny_experts import (
     EXPERT_SIZE,
+    MIXTURES,
     NUM_EXPERTS,
     PER_TOKEN,
     save_starved_experts,
     save_tiny_experts,
+    saved,
+    tiny_experts,
 )
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates, make_batch
 
@@ -54,15 +57,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_experts(tmp_path_factory.mktemp("experts") / "qwen3_moe")
 
 
+@pytest.fixture(scope="module", params=MIXTURES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def of_family(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_experts(tmp_path_factory.mktemp("experts") / family, family=family)
+
+
 @pytest.fixture(scope="module")
 def of_one(parallel: ParallelMesh, path: Path) -> Results:
     return gradient_ranks.one_step(parallel, path, "actor", WAY, AGGREGATION)
 
 
-def make_policy(parallel: ParallelMesh, path: Path, **model: Any) -> FSDPEngine:
+def make_policy(parallel: ParallelMesh, path: Path, dtype: torch.dtype = torch.float32, **model: Any) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=1000)
     actor = ActorModel(path=str(path), **model)
-    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, dtype=dtype)
 
 
 def plain_step(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -97,8 +110,9 @@ def assert_same_step_as_transformers(found: Results, path: Path) -> None:
     assert_same_updates(after, weights, before)
 
 
-def test_a_step_on_one_rank_is_that_of_transformers(of_one: Results, path: Path) -> None:
-    assert_same_step_as_transformers(of_one, path)
+def test_a_step_on_one_rank_is_that_of_transformers(parallel: ParallelMesh, of_family: Path) -> None:
+    found = gradient_ranks.one_step(parallel, of_family, "actor", WAY, AGGREGATION)
+    assert_same_step_as_transformers(found, of_family)
 
 
 @pytest.mark.slow
@@ -164,36 +178,90 @@ def test_compiled_and_recomputed_layers_compute_the_same(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_untrained_export_is_the_checkpoint(parallel: ParallelMesh, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_an_untrained_export_is_the_checkpoint(
+    parallel: ParallelMesh, family: str, tmp_path: Path, dtype: torch.dtype
+) -> None:
     """Byte for byte in bfloat16, which exports have; the configuration says nothing of how this program computes."""
-    source = save_tiny_experts(tmp_path / "source", dtype)
-    make_policy(parallel, source).export(tmp_path / "export")
+    source = save_tiny_experts(tmp_path / "source", dtype, family)
+    policy = make_policy(parallel, source)
+    policy.export(tmp_path / "export")
     stored, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "source"))
-    assert any(".experts.5." in name for name in expected), "the experts are not in the hub's form"
+    assert any(MIXTURES[family].of_hub in name for name in expected), "the experts are not in the hub's form"
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(stored[name].view(torch.int16), tensor.bfloat16().view(torch.int16)), name
+        rounded = tensor if name.endswith("bias") else tensor.bfloat16()
+        assert stored[name].dtype == rounded.dtype, name
+        assert torch.equal(stored[name].view(torch.uint8), rounded.view(torch.uint8)), name
+    weights = policy.weights()
+    sent = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
+    assert sent.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(sent[name], tensor.float()), name
     assert "ppojob" not in (tmp_path / "export" / "config.json").read_text()
     if dtype is torch.bfloat16:
         config, of_source = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("export", "source"))
         assert config == of_source
 
 
-def test_operations_are_those_of_the_experts_that_a_token_uses(parallel: ParallelMesh, path: Path) -> None:
-    policy = make_policy(parallel, path)
-    result = UpdateResult(1, 0, 0.0, num_tokens=10.0, num_policy_tokens=5.0, num_token_pairs=40.0)
-    # Queries, keys, values and output; norms of a layer and of single heads.
+def test_the_bias_of_a_router_is_neither_rounded_nor_trained(parallel: ParallelMesh, tmp_path: Path) -> None:
+    source = save_tiny_experts(tmp_path / "source", torch.bfloat16, "deepseek_v3")
+    stored = load_file(source / "model.safetensors")
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert not torch.equal(stored[bias], stored[bias].bfloat16().float())
+    reference = reference_engine(parallel, str(source), max_tokens_per_gpu=1000, dtype=torch.bfloat16)
+    policy = make_policy(parallel, source, dtype=torch.bfloat16)
+    policy.update(make_batch(4))
+    for engine in (reference, policy):
+        assert torch.equal(engine.module.language_model.get_buffer(bias), stored[bias])
+    weights = policy.weights()
+    sent = dict(zip((spec.name for spec in weights.specs()), weights.gather(), strict=True))
+    assert torch.equal(sent[bias], stored[bias])
+    assert sent["model.layers.2.mlp.gate.weight"].dtype == torch.bfloat16
+
+    policy.save(tmp_path / "saved")
+    policy.module.language_model.get_buffer(bias).zero_()
+    policy.restore(tmp_path / "saved")
+    assert torch.equal(policy.module.language_model.get_buffer(bias), stored[bias])
+
+
+def test_an_export_has_no_layers_that_are_not_trained(parallel: ParallelMesh, tmp_path: Path) -> None:
+    """A checkpoint of DeepSeek-V3 has one layer more, for the prediction of further tokens."""
+    model = tiny_experts(family="deepseek_v3", num_nextn_predict_layers=1)
+    make_policy(parallel, saved(model, tmp_path / "source")).export(tmp_path / "export")
+    assert json.loads((tmp_path / "source" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def operations_of_layers(family: str) -> tuple[int, int]:
+    """Matrices of all layers that compute for a token, and the numbers of attention for a pair of tokens."""
+    router, expert, dense, norms = NUM_EXPERTS * 48, 3 * EXPERT_SIZE * 48, 3 * 64 * 48, 2 * 48
+    # Queries, keys, values and output.
     attention = 48 * 48 + 2 * 24 * 48 + 48 * 48
-    norms = 2 * 48 + 2 * 12
-    router, expert, dense = NUM_EXPERTS * 48, 3 * EXPERT_SIZE * 48, 3 * 64 * 48
-    # Two layers with experts, one dense layer.
-    matrices = 3 * (attention + norms) + 2 * (router + PER_TOKEN * expert) + dense
-    output, scores = 97 * 48, 3 * 48
+    if family == "qwen3_moe":
+        # It has norms of single heads, and a dense layer.
+        return 3 * (attention + norms + 2 * 12) + 2 * (router + PER_TOKEN * expert) + dense, 3 * 48
+    if family == "deepseek_v3":
+        # Queries and keys with values by way of latent vectors of 20 and 16 numbers, which have norms. Queries and keys
+        # of a head have 12 numbers, of which the heads share 4 of the keys; values have 10.
+        queries, keys = 48 * 20 + 20 + 20 * 4 * 12, 48 * (16 + 4) + 16 + 16 * 4 * (8 + 10)
+        attention = queries + keys + 4 * 10 * 48
+        # Two of the experts are shared.
+        return 3 * (attention + norms) + 2 * (router + (PER_TOKEN + 2) * expert) + dense, 3 * 4 * (12 + 10) // 2
+    return 3 * (attention + norms + router + PER_TOKEN * expert), 3 * 48
+
+
+def test_operations_are_those_of_the_experts_that_a_token_uses(
+    parallel: ParallelMesh, family: str, of_family: Path
+) -> None:
+    policy = make_policy(parallel, of_family)
+    result = UpdateResult(1, 0, 0.0, num_tokens=10.0, num_policy_tokens=5.0, num_token_pairs=40.0)
+    matrices, scores = operations_of_layers(family)
+    output = 97 * 48
 
     found = model_flops(policy.module.backbone, result, policy.module.num_outputs)
 
     assert found == pytest.approx(6 * (10 * matrices + 5 * output + 40 * scores), rel=1e-12)
-    everything = 2 * (NUM_EXPERTS - PER_TOKEN) * expert
+    everything = MIXTURES[family].num_sparse * (NUM_EXPERTS - PER_TOKEN) * 3 * EXPERT_SIZE * 48
     assert found < 0.7 * 6 * (10 * (matrices + everything) + 5 * output + 40 * scores), "all experts were counted"
 
 
@@ -201,6 +269,8 @@ def test_the_memory_of_activations_is_that_of_the_experts_that_a_token_uses(path
     assert active_intermediate(AutoConfig.from_pretrained(path)) == PER_TOKEN * EXPERT_SIZE
     mixtral = AutoConfig.for_model("mixtral", intermediate_size=100, num_experts_per_tok=3)
     assert active_intermediate(mixtral) == 300
+    latent = AutoConfig.for_model("deepseek_v3", intermediate_size=9, moe_intermediate_size=100, n_shared_experts=2)
+    assert active_intermediate(latent) == (8 + 2) * 100
     assert active_intermediate(AutoConfig.for_model("llama", intermediate_size=100)) == 100
 
 

@@ -27,6 +27,7 @@ from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
+from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_router_biases
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -43,6 +44,18 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+LATENT: dict[str, Any] = {
+    **MIXTURES["deepseek_v3"].settings,
+    "num_experts_per_tok": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 NO_CAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
@@ -80,6 +93,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {}),
     "glm4": ("glm4", {}),
+    "deepseek v3": ("deepseek_v3", LATENT),
+    "deepseek v3 with yarn and whole queries": (
+        "deepseek_v3",
+        {**LATENT, "rope_parameters": YARN, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4}),
     "qwen3 moe": ("qwen3_moe", EXPERTS),
     "qwen3 moe with a dense layer": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
@@ -95,6 +115,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if "norm" in name or name.endswith("bias"):
             # Begin at 0 or 1, where a mistake would not be seen.
             torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.2)
+    fill_router_biases(model)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -190,6 +211,11 @@ def test_stages_compute_what_the_whole_model_computes(parallel: ParallelMesh, pa
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
         ("qwen3", {"layer_types": ["linear_attention"], "num_hidden_layers": 1}, "layers of type linear_attention"),
         ("qwen3_moe", {"output_router_logits": True}, "qwen3_moe has output_router_logits=True"),
+        ("deepseek_v3", {}, r"deepseek_v3 has scoring_func=None, .*: use a model .* has scoring_func=sigmoid"),
+        ("deepseek_v3", {"scoring_func": "sigmoid"}, "deepseek_v3 has topk_method=None"),
+        ("deepseek_v3", {**LATENT, "moe_layer_freq": 2}, "deepseek_v3 has moe_layer_freq=2"),
+        ("deepseek_v3", {**LATENT, "rope_interleave": False}, "deepseek_v3 has rope_interleave=False"),
+        ("deepseek_v3", {**LATENT, "attention_bias": True}, "deepseek_v3 has attention_bias=True"),
         ("qwen3_moe", {"router_jitter_noise": 0.1}, r"qwen3_moe has router_jitter_noise=0\.1"),
     ],
 )
@@ -203,9 +229,8 @@ def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict
     [
         ("cohere", "cohere is not a supported family, because no test compares it with transformers"),
         ("mamba", "mamba is not a supported family"),
-        ("mixtral", "mixtral is a mixture of experts that is not supported"),
+        ("olmoe", "olmoe is a mixture of experts that is not supported"),
         ("gpt_oss", "gpt_oss is a mixture of experts that is not supported"),
-        ("deepseek_v3", "deepseek_v3 is a mixture of experts that is not supported"),
         ("llama4_text", "llama4_text is a mixture of experts that is not supported"),
         ("t5", "t5 is not a causal language model of transformers"),
     ],
@@ -216,10 +241,18 @@ def test_a_family_without_tests_is_refused_with_those_that_have_them(family: str
     assert str(raised.value).endswith(f": use a model of one of the families {', '.join(support.FAMILIES)}")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "cohere"])
+@pytest.mark.parametrize("family", ["olmoe", "cohere"])
 def test_code_in_the_checkpoint_does_not_make_a_known_family_a_tested_one(family: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=f"^{family} is "):
         refuse_unsupported(AutoConfig.for_model(family, auto_map={"AutoModelForCausalLM": "modeling.Model"}))
+
+
+def test_code_of_a_checkpoint_is_refused_for_a_mixture_of_a_known_family() -> None:
+    class OwnConfig(type(AutoConfig.for_model("qwen3_moe"))):  # type: ignore[misc]
+        """As from a checkpoint's own module."""
+
+    with pytest.raises(ModelUnsupportedError, match=r"comes with code of its own, .*: set trustRemoteCode to false"):
+        refuse_unsupported(OwnConfig())
 
 
 def test_the_table_has_the_families_of_these_tests() -> None:
@@ -242,7 +275,7 @@ def has_no_division(family: str) -> bool:
 def test_adapters_are_trained_and_begin_as_the_model(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:
     plain_policy = make_policy(parallel, path)
     expected = plain_policy.forward(batch).padded(Keys.OLD_LOG_PROBS)
-    target = "qkv_proj" if path.name == "phi3" else "q_proj"
+    target = {"phi3": "qkv_proj", "deepseek_v3": "o_proj"}.get(path.name, "q_proj")
     engine = make_policy(parallel, path, LoRA(rank=4, target_modules=[target]))
     torch.testing.assert_close(engine.forward(batch).padded(Keys.OLD_LOG_PROBS), expected)
     names = [spec.name for spec in engine.weights().specs()]

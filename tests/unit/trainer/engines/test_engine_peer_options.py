@@ -19,7 +19,7 @@ from ppojob_trainer.models.support import Support
 from tests.unit.trainer.engines import option_ranks, peer_ranks
 from tests.unit.trainer.engines.test_engine_families import FAMILIES, SHAPE
 from tests.unit.trainer.engines.test_engine_peers import UNTIED, models, run_ranks
-from tests.unit.trainer.engines.tiny_experts import save_starved_experts, saved, tiny_experts
+from tests.unit.trainer.engines.tiny_experts import save_starved_experts, save_tiny_experts, saved, tiny_experts
 from tests.unit.trainer.engines.tiny_llama import assert_same_updates, save_tiny_model
 
 __all__ = ["models"]
@@ -100,6 +100,9 @@ LAYOUTS = {
     "expert 2, adapters, gathered": Layout(
         ParallelDims(shard=2, expert=2), "experts", OF_ATTENTION, {"stays_gathered": True, "compile": True}
     ),
+    "pipeline 2 x expert 2 of sequence 2, deepseek": Layout(
+        ParallelDims(sequence=2, pipeline=2, expert=2), "deepseek", None
+    ),
     "expert 2 x replicate 2": Layout(ParallelDims(replicate=2, shard=2, expert=2), "experts", None),
     "pipeline 2 x expert 2": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts", None),
 }
@@ -113,6 +116,12 @@ MANY_RANKS = {
     "expert 4 of shard 2 x sequence 2": Layout(ParallelDims(shard=2, sequence=2, expert=4), "starved", None),
     "expert 2 of replicate 2 x shard 2 x sequence 2": Layout(ParallelDims(2, 2, 2, expert=2), "experts", None),
     "expert 2 of 4 ranks with 2 experts": Layout(ParallelDims(shard=4, expert=2), "two experts", None),
+    "expert 2 of deepseek, adapters": Layout(
+        ParallelDims(shard=2, expert=2),
+        "deepseek",
+        LoRA(rank=3, alpha=12.0, target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
+    ),
+    "expert 2 of mixtral": Layout(ParallelDims(shard=2, expert=2), "mixtral", None),
     "pipeline 2 of experts": Layout(ParallelDims(pipeline=2), "experts", None),
     "pipeline 2 x shard 2 of experts, gathered": Layout(
         ParallelDims(shard=2, pipeline=2), "experts", None, {"stays_gathered": True}
@@ -199,6 +208,8 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         "deeper": deeper,
         "deep experts": saved(tiny_experts(num_hidden_layers=5), folder / "deep experts"),
         "starved": save_starved_experts(folder / "starved"),
+        "deepseek": save_tiny_experts(folder / "deepseek", family="deepseek_v3"),
+        "mixtral": save_tiny_experts(folder / "mixtral", family="mixtral"),
         "two experts": saved(tiny_experts(num_experts=2), folder / "two"),
     }
 

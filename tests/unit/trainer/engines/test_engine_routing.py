@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
@@ -27,20 +28,40 @@ from tests.unit.trainer.engines import gradient_ranks, peer_ranks
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import NUM_EXPERTS, PER_TOKEN, save_tiny_experts
+from tests.unit.trainer.engines.tiny_experts import (
+    MIXTURES,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    PER_TOKEN,
+    save_tiny_experts,
+)
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.padded import padded_inputs
 
-NUM_LAYERS = 3
-DENSE_LAYER = 1
 AGGREGATION = LossAggregation.TOKEN_MEAN
 COEFFICIENT = 0.3
 Recording = np.ndarray[Any, Any]
 
 
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_experts(tmp_path_factory.mktemp("experts") / family, family=family)
+
+
+@pytest.fixture(scope="module")
+def of_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_experts(tmp_path_factory.mktemp("experts") / "qwen3_moe")
+
+
+@pytest.fixture(params=["qwen3_moe", "mixtral"])
+def with_loss(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of a family for which transformers has a load-balancing loss."""
+    return save_tiny_experts(tmp_path / request.param, family=request.param)
 
 
 def recorded(batch: DataProto, rows: list[Recording]) -> DataProto:
@@ -73,8 +94,9 @@ def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
         policy.forward(batch[row])
         for hook in hooks:
             hook.remove()
-        chosen[DENSE_LAYER] = torch.zeros_like(chosen[0])
-        rows.append(torch.stack([chosen[layer] for layer in range(NUM_LAYERS)], dim=1)[:-1].numpy().astype(np.uint8))
+        of_dense = torch.zeros_like(chosen[NUM_LAYERS - 1])
+        of_layers = [chosen.get(layer, of_dense) for layer in range(NUM_LAYERS)]
+        rows.append(torch.stack(of_layers, dim=1)[:-1].numpy().astype(np.uint8))
     return recorded(batch, rows)
 
 
@@ -104,8 +126,10 @@ def test_replay_removes_the_difference_that_other_choices_make(parallel: Paralle
     """Two experts of each layer have almost the same scores, and differences as of another rounding decide."""
     batch = gradient_ranks.whole_batch()
     policy = make_policy(parallel, path)
-    for weight in of_routers(policy):
-        weight[1] = weight[0]
+    for _, router in routers(policy.module.backbone):
+        for tensor in (router.get_parameter("weight").to_local(), *router.buffers()):  # type: ignore[attr-defined]
+            if len(tensor) == NUM_EXPERTS:
+                tensor.detach()[1] = tensor.detach()[0]
     expected, engine = log_probs(policy, batch), own_recording(policy, batch)
     torch.testing.assert_close(log_probs(policy, engine), expected, atol=1e-5, rtol=0)
 
@@ -141,7 +165,8 @@ def test_the_share_of_other_choices_is_counted_per_expert(parallel: ParallelMesh
     first, second = values[:, 2, 0].long(), values[:, 2, 1].long()
     values[:, 2, 1] = next_but(first, second).to(torch.uint8)
     changed = own.with_fields({Keys.ROUTED_EXPERTS: column.with_values(values.flatten())})
-    assert policy.update(changed)["actor/routing_differs"] == pytest.approx(1 / 4)
+    num_choices = MIXTURES[path.name].num_sparse * PER_TOKEN
+    assert policy.update(changed)["actor/routing_differs"] == pytest.approx(1 / num_choices)
 
 
 def next_but(first: Tensor, second: Tensor) -> Tensor:
@@ -173,14 +198,19 @@ def plain_gradients(path: Path, batch: DataProto, monkeypatch: pytest.MonkeyPatc
         padded[row, first : first + len(found)] = found
     for layer, router in routers(model):
         router.forced = padded[:, :, layer].flatten(0, 1)
+    kind: Any = type(router)
+    choose = kind.forward
 
     def forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
-        chosen = torch.where(router.forced < 0, logits.topk(PER_TOKEN).indices, router.forced)
+        chosen = torch.where(router.forced < 0, choose(router, hidden)[2], router.forced)
+        if kind is DeepseekV3TopkRouter:
+            scores = logits.sigmoid().gather(1, chosen)
+            return logits, 2.5 * scores / scores.sum(dim=-1, keepdim=True), chosen
         # Of normalised weights: a softmax over the chosen experts alone.
         return logits, logits.gather(1, chosen).softmax(dim=-1), chosen
 
-    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", forward)
+    monkeypatch.setattr(kind, "forward", forward)
     counts = Denominators.of(batch.padded(Keys.RESPONSE_MASK))
     padded_loss(model, batch, counts, AGGREGATION.value).backward()
     monkeypatch.undo()
@@ -195,7 +225,7 @@ def test_gradients_are_those_of_transformers_with_these_experts(
     expected = plain_gradients(path, batch, monkeypatch)
     found = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=gradient_checkpointing), batch)
     assert found.keys() == expected.keys()
-    assert sum(".mlp.gate." in name for name in found) == NUM_LAYERS - 1
+    assert sum(".mlp.gate." in name for name in found) == MIXTURES[path.name].num_sparse
     for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert scale > 0, f"{name} has no gradient"
@@ -219,8 +249,9 @@ def gradients_of_update(policy: FSDPEngine, batch: DataProto) -> dict[str, Tenso
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_that_divide_tokens_and_experts_replay_and_balance_the_same(
-    parallel: ParallelMesh, path: Path, tmp_path: Path
+    parallel: ParallelMesh, of_qwen3_moe: Path, tmp_path: Path
 ) -> None:
+    path = of_qwen3_moe
     dims = ParallelDims(sequence=2, expert=2)
     of_one = replayed_step(parallel, path, whole_recording(), tmp_path)
 
@@ -278,8 +309,9 @@ def balanced_policy(parallel: ParallelMesh, path: Path, coefficient: float, **se
     return policy_engine(parallel, ActorModel(path=str(path)), training, AlgorithmSpec(), **run)
 
 
-def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, path: Path) -> None:
+def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, with_loss: Path) -> None:
     """Its gradients are the difference that the coefficient makes to an update of one micro-batch."""
+    path = with_loss
     batch = gradient_ranks.whole_batch()
     loss, expected = plain_balance_gradients(path, batch)
     without, with_balance = balanced_policy(parallel, path, 0.0), balanced_policy(parallel, path, COEFFICIENT)
@@ -295,7 +327,8 @@ def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, path: 
     assert balanced_policy(parallel, path, COEFFICIENT).update(batch)["actor/router_aux_loss"] == pytest.approx(loss)
 
 
-def test_micro_batches_weigh_as_many_as_their_tokens(parallel: ParallelMesh, path: Path) -> None:
+def test_micro_batches_weigh_as_many_as_their_tokens(parallel: ParallelMesh, of_qwen3_moe: Path) -> None:
+    path = of_qwen3_moe
     batch = gradient_ranks.whole_batch()
     policy = balanced_policy(parallel, path, COEFFICIENT, max_tokens_per_gpu=16)
     lengths = batch.ragged(Keys.INPUT_IDS).lengths

@@ -9,8 +9,9 @@ from ppojob_trainer.planning import plan_job
 from ppojob_trainer.planning.gpus import gpus_of_pools
 
 FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
-GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "235b-on-64": 64}
-# 94 layers, and five micro-batches of each stage: minutes.
+GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "235b-on-64": 64, "671b-on-512": 512}
+KINDS = {"671b-on-512": "B200"}
+# Many layers, and more micro-batches than stages: minutes.
 LONG = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 
@@ -19,7 +20,7 @@ LONG = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 def test_the_layout_fits(name: str) -> None:
     file = FOLDER / f"{name}.yaml"
     spec = load(file).spec
-    found = plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], ["H200"]))
+    found = plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], [KINDS.get(name, "H200")]))
 
     assert sum(pool.gpus for pool in spec.pools) == GPUS[name]
     assert [(pool.name, pool.changes) for pool in found.pools if not pool.fits] == []

@@ -102,6 +102,14 @@ def test_mixtures_are_refused_for_engines_in_fp8(tmp_path: Path) -> None:
         ActorWorker(CONTEXT, spec_of(mixture, given=fp8)).check()
 
 
+def test_a_loss_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_experts(tmp_path / "deepseek", family="deepseek_v3")
+    says = "actor.routerAuxLossCoefficient 0.5: transformers has no .* for deepseek_v3, .*: set it to 0"
+    coefficient: Changes = {("spec", "actor", "routerAuxLossCoefficient"): 0.5}
+    with pytest.raises(ModelMismatchError, match=says):
+        ActorWorker(CONTEXT, spec_of(path, given=coefficient)).check()
+
+
 def test_responses_without_recorded_experts_are_refused(model: Path) -> None:
     replayed: Changes = {("spec", "rollout"): {"routingReplay": True}}
     worker = ActorWorker(CONTEXT, spec_of(model, replayed=replayed))

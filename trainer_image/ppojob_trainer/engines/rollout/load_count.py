@@ -3,8 +3,9 @@
 vLLM reloads a model layer by layer: its loaders copy weights into empty parameters, and a complete layer is brought
 into vLLM's own layout, from which nothing can be read back. A name that a loader does not know is skipped in silence,
 and a layer without new weights keeps the old ones. vLLM counts the numbers of each layer to know when it is complete
-(`vllm.model_executor.model_loader.reload`). These counts are compared here when all weights have come. Called by the
-worker extension, for every push.
+(`vllm.model_executor.model_loader.reload`). These counts are compared here when all weights have come. Tensors that
+vLLM does not count, such as the bias of a router's scores, are copied at once: they are read back. Called by the worker
+extension, for every push.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from ppojob_trainer.engines.errors import WeightSyncError
 
@@ -59,18 +62,22 @@ class _Load:
     """One call of a model's `load_weights`. vLLM has emptied the layers before it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._name = type(model).__name__
+        self._model = model
         self._layers = {name: layer for name, layer in model.named_modules() if layer._parameters}
         self._totals = {name: _total(layer) for name, layer in self._layers.items()}
         # Tied layers share a parameter, and only one of them gets weights.
         self._kernels = {name: _parameters(layer) for name, layer in self._layers.items()}
         self._num_came = 0
+        self._copied: dict[str, Tensor] = {}
         self._taken: Mapping[str, int] = {}
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and count the numbers."""
         for name, tensor in weights:
-            self._num_came += tensor.numel()
+            if _is_uncounted(name):
+                self._copied[name] = tensor.clone()
+            else:
+                self._num_came += tensor.numel()
             yield name, tensor
 
     def finish(self) -> None:
@@ -84,16 +91,29 @@ class _Load:
             WeightSyncError: with the numbers and the first layers.
         """
         num_taken = sum(self._taken.values())
-        incomplete = [name for name in self._layers if self._is_incomplete(name)]
+        incomplete = [name for name in self._layers if self._is_incomplete(name)] + self._not_copied()
         if not incomplete and (num_taken == self._num_came or not is_whole):
             return
         more = f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""
         layers = f"; layers without all of their weights: {', '.join(incomplete[:_SHOWN])}{more}" if incomplete else ""
         raise WeightSyncError(
             f"vLLM's model does not hold version {version} of the weights, though all of it arrived: its loader for "
-            f"{self._name} took {num_taken} of {self._num_came} numbers{layers}. Use a family whose push to vLLM is "
-            "tested (docs/support-matrix.md), and report this with the model's config.json"
+            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. Use a family whose "
+            "push to vLLM is tested (docs/support-matrix.md), and report this with the model's config.json"
         )
+
+    def _not_copied(self) -> list[str]:
+        """Return the names of the tensors that are not counted and did not come, or are not in the model."""
+        held = dict(self._model.named_parameters(remove_duplicate=False))
+        wrong = [
+            name
+            for name, tensor in self._copied.items()
+            if name not in held or not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
+        ]
+        came = {id(held[name]) for name in self._copied if name in held}
+        # A router and its experts share one.
+        named = self._model.named_parameters()
+        return wrong + [name for name, tensor in named if _is_uncounted(name) and id(tensor) not in came]
 
     def _taken_by(self, name: str) -> int:
         info = get_layerwise_info(self._layers[name])
@@ -115,11 +135,19 @@ class _Load:
         return any(mine & self._kernels[other] for other, taken in self._taken.items() if other != name and taken)
 
 
+def _is_uncounted(name: str) -> bool:
+    return name.rpartition(".")[2] in SKIP_LOAD_TENSORS
+
+
 def _total(layer: nn.Module) -> int:
     return get_layerwise_info(layer).load_numel_total or 0
 
 
 def _parameters(layer: nn.Module) -> frozenset[int]:
-    """Return the identities of the parameters that vLLM computes with, which it puts aside while it reloads."""
+    """Return the identities of the parameters that vLLM computes with, which it puts aside while it reloads.
+
+    Those that it does not count are left out: a router and its experts share one.
+    """
     kernels = get_layerwise_info(layer).kernel_tensors
-    return frozenset(map(id, kernels[0].values())) if kernels is not None else frozenset()
+    named = kernels[0].items() if kernels is not None else ()
+    return frozenset(id(parameter) for name, parameter in named if name not in SKIP_LOAD_TENSORS)

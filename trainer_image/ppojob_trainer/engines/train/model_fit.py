@@ -19,8 +19,11 @@ from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError
 
 __all__ = [
     "active_intermediate",
+    "attention_width",
+    "cached_numbers",
     "check_context",
     "check_heads",
+    "check_is_balanced",
     "check_is_mixture",
     "check_vocabulary",
     "context_length",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_WITHOUT_BALANCE: Final = frozenset({"deepseek_v3"})
 # Kinds of rotary embeddings whose factor extends the longest sequence that the configuration gives.
 _STRETCHING = {"yarn", "linear", "dynamic"}
 
@@ -86,7 +90,32 @@ def active_intermediate(config: Any) -> int:
     per_token = int(getattr(config, "num_experts_per_tok", None) or 0)
     if not per_token:
         return dense
+    per_token += int(getattr(config, "n_shared_experts", None) or 0)
     return max(dense, per_token * int(getattr(config, "moe_intermediate_size", None) or dense))
+
+
+def attention_width(config: Any) -> float:
+    """Return the numbers of all query heads of a token; of latent attention, the mean of those of queries and values.
+
+    Scores take as many operations for each pair of tokens as a query head has numbers, and their products with the
+    values as many as a value head has.
+    """
+    heads = int(config.num_attention_heads)
+    if of_values := getattr(config, "v_head_dim", None):
+        return heads * (int(config.qk_head_dim) + int(of_values)) / 2
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def cached_numbers(config: Any, parts: int = 1) -> float:
+    """Return the numbers that each of `parts` GPUs of an engine caches for a token and a layer.
+
+    Keys and values of its heads; of latent attention the latent vector and the rotated part of the keys, on each GPU.
+    """
+    if latent := getattr(config, "kv_lora_rank", None):
+        return float(int(latent) + int(config.qk_rope_head_dim))
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return 2.0 * max(1.0, heads / parts) * size
 
 
 def check_context(role: str, path: str, config: PretrainedConfig, data: DataSpec) -> None:
@@ -136,6 +165,20 @@ def embedding_parameters(config: PretrainedConfig) -> int:
     """Return the number of parameters of a language model's embedding and output layer; tied ones count once."""
     text: Any = config.get_text_config()
     return int(text.vocab_size * text.hidden_size) * (1 if text.tie_word_embeddings else 2)
+
+
+def check_is_balanced(config: PretrainedConfig, field: str, value: object, remedy: str) -> None:
+    """Check that a model is a mixture of experts for which transformers has a load-balancing loss.
+
+    Raises:
+        ModelMismatchError: with the field and its value.
+    """
+    check_is_mixture(config, field, value, remedy)
+    if config.model_type in _WITHOUT_BALANCE:
+        raise ModelMismatchError(
+            f"{field} {value}: transformers has no load-balancing loss for {config.model_type}, whose routers have a "
+            f"bias for each expert: {remedy}"
+        )
 
 
 def check_heads(text: Any, field: str, size: int) -> None:

@@ -8,6 +8,8 @@ boxes of a tensor, one after the other; the receiver's tensor is whole in any ca
 from __future__ import annotations
 
 import json
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol
@@ -123,8 +125,9 @@ def checksum(buffer: Tensor) -> Tensor:
 
 
 def buckets_to_text(buckets: Sequence[Bucket]) -> str:
-    """Return the buckets' layout as JSON."""
-    return json.dumps([asdict(bucket) for bucket in buckets])
+    """Return the buckets' layout as text: compressed, because 45,000 experts by name come near to a store's 8 MiB."""
+    layout = json.dumps([asdict(bucket) for bucket in buckets])
+    return b64encode(zlib.compress(layout.encode())).decode()
 
 
 def buckets_from_text(text: bytes) -> list[Bucket]:
@@ -138,7 +141,7 @@ def buckets_from_text(text: bytes) -> list[Bucket]:
             tuple(entry["offsets"]),
             entry["num_bytes"],
         )
-        for entry in json.loads(text)
+        for entry in json.loads(zlib.decompress(b64decode(text)))
     ]
 
 

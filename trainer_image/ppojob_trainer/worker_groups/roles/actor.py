@@ -76,6 +76,7 @@ class ActorWorker(EngineWorker):
         """
         from ppojob_trainer.engines.train.model_fit import (
             check_heads,
+            check_is_balanced,
             check_is_mixture,
             check_quantization,
             read_config,
@@ -90,7 +91,7 @@ class ActorWorker(EngineWorker):
             check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
         check_quantization(config, self.spec.rollout.quantization)
         if coefficient := self.spec.actor.router_aux_loss_coefficient:
-            check_is_mixture(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
+            check_is_balanced(config, "actor.routerAuxLossCoefficient", coefficient, "set it to 0")
         check_fit("actor", self.source, self.spec)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS, Keys.ROUTED_EXPERTS))

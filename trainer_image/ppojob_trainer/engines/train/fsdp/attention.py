@@ -33,13 +33,13 @@ def packed_attention(
 
     Args:
         query: [1, H, T, D]; key, value: [1, K, T, D], where H is a multiple of K. With sequence parallelism T is this
-            rank's slice.
+            rank's slice. Values may be shorter than keys, as those of latent attention.
         attention_mask: None; the segments define the mask.
         options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token attends to this many tokens,
             itself included; None: all), as the decoder layers pass them on.
 
     Returns:
-        [1, T, H, D], and None in place of the weights.
+        [1, T, H, size of a value], and None in place of the weights.
     """
     if options.get("dropout"):
         raise ValueError(f"attention dropout {options['dropout']} is not supported: set attention_dropout to 0")
@@ -50,14 +50,20 @@ def packed_attention(
     attend = _varlen if query.is_cuda else _one_by_one
     if segments.peers is None:
         return attend(query, key, value, segments, options.get("scaling"), window), None
+    size = value.shape[-1]
+    # The ranks exchange queries, keys and values in one message.
+    value = _widened(value, key)
     query, key, value = segments.peers.to_heads(query, key, value, segments.num_tokens)
     output = attend(query, key, value, segments, options.get("scaling"), window)
-    return segments.peers.to_slices(output), None
+    return segments.peers.to_slices(_narrowed(output, size)), None
 
 
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
+    size = value.shape[-1]
+    # The kernel has one size for all three.
+    value = _widened(value, key)
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output: Any = varlen_attn(
         query_THD,
@@ -71,8 +77,20 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
     )
-    packed: Tensor = output.unsqueeze(0)
-    return packed
+    return _narrowed(output, size).unsqueeze(0)
+
+
+def _widened(value: Tensor, key: Tensor) -> Tensor:
+    """Return values as long as the keys, with zeros at their ends."""
+    missing = key.shape[-1] - value.shape[-1]
+    # A copy for nothing would take memory.
+    return functional.pad(value, (0, missing)) if missing else value
+
+
+def _narrowed(output: Any, size: int) -> Tensor:
+    """Return the sums of the values without those of the zeros."""
+    narrowed: Tensor = output if output.shape[-1] == size else output[..., :size]
+    return narrowed
 
 
 def _one_by_one(

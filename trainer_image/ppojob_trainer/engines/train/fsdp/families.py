@@ -33,6 +33,16 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "router_jitter_noise": (None, 0, 0.0),
     "output_router_logits": (None, False),
 }
+# Settings that transformers or vLLM does not read, because it computes one of their values alone.
+_OF_FAMILY: Final[dict[str, dict[str, tuple[object, ...]]]] = {
+    "deepseek_v3": {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1, None),
+        "rope_interleave": (True,),
+        "attention_bias": (False,),
+    },
+}
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
 # Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
 _ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
@@ -46,9 +56,15 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     """
     if config.model_type not in FAMILIES:
         _refuse_family(config)
+    elif num_experts(config) is not None and not type(config).__module__.startswith("transformers.models."):
+        raise ModelUnsupportedError(
+            f"{config.model_type} in {config.name_or_path} comes with code of its own, whose experts no test compares: "
+            "set trustRemoteCode to false, so that the code of transformers is used"
+        )
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
             raise _refused(config, f"{name}={value}")
+    _refuse_of_family(config)
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _ATTENTIONS:
             raise _refused(config, f"layers of type {kind}")
@@ -57,6 +73,16 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if (kind := parameters.get("rope_type")) in _ROPE_OF_A_BATCH:
             raise _refused(config, f"rope_type={kind}")
+
+
+def _refuse_of_family(config: PretrainedConfig) -> None:
+    """Refuse settings that one of transformers and vLLM does not read."""
+    for name, computed in _OF_FAMILY.get(config.model_type, {}).items():
+        if (value := getattr(config, name, None)) not in computed:
+            raise ModelUnsupportedError(
+                f"{config.model_type} has {name}={value}, which trainer and vLLM do not compute alike: use a model "
+                f"whose config.json has {name}={computed[0]}"
+            )
 
 
 def _refuse_family(config: PretrainedConfig) -> None:

@@ -3,12 +3,12 @@
     mfu = (6 * N * tokens + 6 * O * policy tokens + 6 * L * W * sum of length^2) / (seconds * ranks * peak)
 
 N: the decoder layers' parameters that compute for a token: of a layer's experts num_experts_per_tok, and all shared
-ones. O: the output layer's, which computes for the policy's tokens only (0 for a critic).
-L: layers, W: width of all heads together; attention takes 12 * L * W operations for each pair of tokens, half of which
-the causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: no gradient is computed for them.
-Embeddings do no arithmetic, and recomputation by gradient checkpointing does not count. verl
-counts embeddings, and the output layer for all tokens, so its figure is the higher one for small models. Called by the
-engine after an update; unknown accelerators and the CPU get no figure.
+ones. O: the output layer's, which computes for the policy's tokens only (0 for a critic). L: layers, W: width of all
+heads together (`attention_width`); attention takes 12 * L * W operations for each pair of tokens, half of which the
+causal mask hides. Frozen weights, as with adapters, take 4 instead of 6: no gradient is computed for them. Embeddings
+do no arithmetic, and recomputation by gradient checkpointing does not count. verl counts embeddings, and the output
+layer for all tokens, so its figure is the higher one for small models. Called by the engine after an update; unknown
+accelerators and the CPU get no figure.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.model_fit import attention_width
 from ppojob_trainer.engines.train.objectives import UpdateResult
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
 
@@ -58,15 +59,13 @@ def model_flops(
         peers: of a pipeline stage, which has some of the layers. Collective with them.
     """
     config: Any = backbone.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_size
     matrices = sum(
         _operations(parameter) * parameter.numel() * active_share(parameter.shape, config)
         for parameter in backbone.get_submodule("layers").parameters()
     )
     if peers is not None:
         matrices = float(peers.sum(torch.tensor(matrices, dtype=torch.float64)))
-    attention = 6.0 * int(config.num_hidden_layers) * int(width)
+    attention = 6.0 * int(config.num_hidden_layers) * attention_width(config)
     # The output layer is trained, or frozen, with the embeddings.
     output = _operations(next(backbone.parameters())) * num_outputs * int(config.hidden_size)
     return matrices * result.num_tokens + output * result.num_policy_tokens + attention * result.num_token_pairs

@@ -225,11 +225,21 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
             trust_remote_code=options.trust_remote_code,
         )
     model.tie_weights()
+    _keep_in_float32(model)
     add_counts(model)
     prepare_routers(model)
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
     return model
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Keep the buffers in float32 that transformers' loader does, such as the bias of DeepSeek-V3's routers."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if name in kept and buffer is not None:
+                module._buffers[name] = buffer.float()
 
 
 def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:

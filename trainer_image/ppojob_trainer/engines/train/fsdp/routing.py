@@ -4,25 +4,30 @@ Routing replay (R3, Ma et al. 2025, arXiv 2510.11370): trainer and engine round 
 almost the same, they choose different ones, and the log-probs of the same tokens are far apart. With the engine's
 choice recorded, a router here takes it over, and weights the experts by its own scores of them:
 
-    p = softmax(logits)        g = p[recorded], divided by its sum if the model normalises it
+    p = softmax(logits), of DeepSeek-V3 sigmoid(logits)
+    g = p[recorded], divided by its sum if the model normalises it, times the model's factor
 
-So gradients reach the router through the weights, as they do without replay. Called by `model` (the routers of a new
-model), `modules` (the experts of a micro-batch) and `balance` (an observer of all choices). The recording stays with
-the routers until the next pass, because gradient checkpointing computes the layers again. In a pipeline, backward
-passes come later, so the spec refuses replay with one.
+DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) chooses by p + bias, of some groups of experts alone, and weights by p.
+The bias is a buffer: no gradient trains it, and it stays as it is in the checkpoint. So gradients reach the router
+through the weights, as they do without replay. Called by `model` (the routers of a new model), `modules` (the experts
+of a micro-batch) and `balance` (an observer of all choices). The recording stays with the routers until the next pass,
+because gradient checkpointing computes the layers again. In a pipeline, backward passes come later, so the spec refuses
+replay with one.
 
 Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -38,6 +43,20 @@ OBSERVER: Final = "routing_observer"
 training pass; None: there is none."""
 _RECORDED: Final = "recorded_experts"
 """Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
+_LEAST_SUM: Final = 1e-20
+"""Added to the sum of a token's sigmoid scores, as in transformers."""
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return functional.softmax(logits, dtype=torch.float, dim=-1)
+
+
+_SCORES: Final[Mapping[type[nn.Module], Callable[[Tensor], Tensor]]] = {
+    DeepseekV3TopkRouter: torch.sigmoid,
+    MixtralTopKRouter: _softmax,
+    Qwen3MoeTopKRouter: _softmax,
+}
+"""The scores of the experts [T, E] from a router's logits, float32."""
 
 
 def prepare_routers(model: nn.Module) -> None:
@@ -93,7 +112,7 @@ def routers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     layers = next((part for name, part in model.named_modules() if name.split(".")[-1] == "layers"), nn.ModuleList())
     for number, layer in enumerate(layers.children()):
         for part in layer.modules():
-            if isinstance(part, Qwen3MoeTopKRouter):
+            if type(part) in _SCORES:
                 yield number, part
 
 
@@ -104,20 +123,24 @@ def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     observer = getattr(router, OBSERVER) if router.training else None
     if recorded is None and observer is None:
         return logits, weights_TK, own_TK
-    probabilities_TE, chosen_TK = functional.softmax(logits, dtype=torch.float, dim=-1), own_TK
+    scores_TE, chosen_TK = _SCORES[type(router)](logits), own_TK
     if recorded is not None:
         chosen_TK = torch.where(recorded >= 0, recorded.to(own_TK.dtype), own_TK)
-        weights_TK = _weights(router, probabilities_TE, chosen_TK).to(logits.dtype)
+        weights_TK = _weights(router, scores_TE, chosen_TK).to(weights_TK.dtype)
         if router.training:
             _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, recorded >= 0)
     if observer is not None:
-        observer(probabilities_TE, chosen_TK)
+        observer(scores_TE, chosen_TK)
     return logits, weights_TK, chosen_TK
 
 
-def _weights(router: Any, probabilities_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-    weights_TK = probabilities_TE.gather(1, chosen_TK)
-    return weights_TK / weights_TK.sum(dim=-1, keepdim=True) if router.norm_topk_prob else weights_TK
+def _weights(router: Any, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    weights_TK = scores_TE.gather(1, chosen_TK)
+    # Mixtral always normalises.
+    if getattr(router, "norm_topk_prob", True):
+        least = _LEAST_SUM if isinstance(router, DeepseekV3TopkRouter) else 0.0
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
+    return weights_TK * getattr(router, "routed_scaling_factor", 1.0)
 
 
 @torch.no_grad()

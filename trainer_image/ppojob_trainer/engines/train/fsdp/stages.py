@@ -43,6 +43,7 @@ __all__ = [
     "layers_of_stage",
     "parameters_of_stages",
     "parts_of",
+    "stored_tensors",
     "sum_tied_gradients",
 ]
 
@@ -59,11 +60,15 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of the whole model, and the rank of the pipeline that has it; of a tied one, rank 0."""
+    """A parameter or a stored buffer of the whole model, and the rank of the pipeline that has it.
+
+    A tied parameter is rank 0's. dtype: of a buffer, which keeps it; None: it is a parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     rank: int
+    dtype: torch.dtype | None = None
 
     @property
     def layer(self) -> str | None:
@@ -81,8 +86,8 @@ class Part:
 class Stage:
     """What a rank has of a pipeline, one or several stages.
 
-    parts: the parameters of the whole model in order, tied ones once, with those of adapters. tied: the names of the
-    embedding's and of the output layer's weight if they are one parameter.
+    parts: the parameters and stored buffers of the whole model in order, tied ones once, with those of adapters. tied:
+    the names of the embedding's and of the output layer's weight if they are one parameter.
     """
 
     peers: PipelinePeers
@@ -103,12 +108,12 @@ class Stage:
         return {embedding: output} if self.peers.is_last else {output: embedding}
 
     def together(self, parts: Sequence[Part]) -> Iterator[tuple[int, list[Part]]]:
-        """Yield the rank and parts of each layer, which are sent in one message; other parts alone."""
+        """Yield the rank and parts of each layer, which are sent in one message; other parts and buffers apart."""
 
-        def key(part: Part) -> tuple[int, str]:
-            return part.rank, part.layer or part.name
+        def key(part: Part) -> tuple[int, str, torch.dtype | None]:
+            return part.rank, part.layer or part.name, part.dtype
 
-        for (rank, _), group in groupby(parts, key):
+        for (rank, *_), group in groupby(parts, key):
             yield rank, list(group)
 
 
@@ -125,16 +130,28 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     return range(first, first + each + (stage < more))
 
 
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, tied ones once, and those buffers that its checkpoints have, in their order."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        stored = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *stored.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
 def parts_of(language_model: PreTrainedModel, num_layers: int, size: int, virtual: int) -> tuple[Part, ...]:
-    """Return the parameters of a whole model, as they are divided over `size` ranks of `virtual` stages each."""
+    """Return the parameters and stored buffers of a whole model, divided over `size` ranks of `virtual` stages each."""
     number = size * virtual
     rank_of = {layer: stage % size for stage in range(number) for layer in layers_of_stage(num_layers, stage, number)}
     embedding = {id(parameter) for parameter in _embedding(language_model).parameters()}
     found = []
-    for name, parameter in language_model.named_parameters():
+    for name, tensor in stored_tensors(language_model):
         layer = layer_number(name)
-        outside = 0 if id(parameter) in embedding else size - 1
-        found.append(Part(name, tuple(parameter.shape), outside if layer is None else rank_of[layer]))
+        outside = 0 if id(tensor) in embedding else size - 1
+        dtype = None if isinstance(tensor, nn.Parameter) else tensor.dtype
+        found.append(Part(name, tuple(tensor.shape), outside if layer is None else rank_of[layer], dtype))
     return tuple(found)
 
 
@@ -147,7 +164,7 @@ def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: in
     counts = [0] * size
     num_layers = len(language_model.base_model.get_submodule("layers"))  # type: ignore[arg-type]
     for part in parts_of(language_model, num_layers, size, virtual):
-        counts[part.rank] += part.numel
+        counts[part.rank] += part.numel if part.dtype is None else 0
     if size > 1 and _tied(language_model) is not None:
         counts[-1] += _embedding(language_model).get_parameter("weight").numel()
     return tuple(counts)
@@ -160,13 +177,12 @@ def cut(language_model: PreTrainedModel, backbone: nn.Module, parts: tuple[Part,
         parts: of the whole model, with adapters.
 
     Raises:
-        ModelUnsupportedError: it stores buffers, whose stage is unknown.
+        ModelUnsupportedError: it stores buffers outside its layers, whose stage is unknown.
     """
-    named = dict(language_model.named_buffers())
-    if stored := sorted(named.keys() & language_model.state_dict().keys()):
+    if stored := [part.name for part in parts if part.dtype is not None and part.layer is None]:
         raise ModelUnsupportedError(
-            f"{language_model.config.model_type} stores buffers ({', '.join(stored[:4])}), which pipeline stages do "
-            "not support: set pipelineParallelSize to 1"
+            f"{language_model.config.model_type} stores buffers outside its layers ({', '.join(stored[:4])}), which "
+            "pipeline stages do not support: set pipelineParallelSize to 1"
         )
     tied = _tied(language_model)
     embedding, output = _embedding(language_model), language_model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -1,11 +1,12 @@
-"""A sharded model's parameters, whole and under HuggingFace's names: `WeightSource` for a weight transfer.
+"""A sharded model's weights, as the tensors of its family's checkpoints: `WeightSource` for a weight transfer.
 
-Called by `WeightSender`. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. A decoder
-layer is gathered at once by FSDP itself, with those that it travels with in a forward pass: a message for each of its
-parameters costs more than their bytes. Of a pipeline, each rank gathers its layers when it is their turn, and
-broadcasts them to the other ranks in one message a layer: all ranks go through the whole model in the same order, so
-every rank may be a sender. Adapters are merged into the weights that they belong to, in float32, so the
-rollout engine knows nothing of them.
+Called by `WeightSender` and `export`. Names and shapes are those of the hub (`checkpoint_tensors`): vLLM's loaders know
+them for every family. Tied parameters go once, under their first name, as in a HuggingFace checkpoint. Stored buffers,
+such as the bias of a router's scores, go in their own dtype. A decoder layer is gathered at once by FSDP itself, with
+those that it travels with in a forward pass: a message for each of its parameters costs more than their bytes. Of a
+pipeline, each rank gathers its layers when it is their turn, and broadcasts them to the other ranks in one message a
+layer: all ranks go through the whole model in the same order, so every rank may be a sender. Adapters are merged into
+the weights that they belong to, in float32, so the rollout engine knows nothing of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from itertools import groupby
 from typing import cast
 
@@ -20,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
-from ppojob_trainer.engines.train.fsdp.stages import Part, Stage
+from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
 from ppojob_trainer.engines.train.mesh import SHARD
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
@@ -32,43 +36,56 @@ class ShardedWeights:
 
     def __init__(
         self,
-        language_model: nn.Module,
+        language_model: PreTrainedModel,
         dtype: torch.dtype = torch.bfloat16,
         on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
         stage: Stage | None = None,
     ) -> None:
-        """Take the parameters of `language_model`.
+        """Take the weights of `language_model`.
 
         Args:
-            dtype: what is sent; bfloat16 halves what float32 would cost.
+            dtype: of the parameters that are sent; bfloat16 halves what float32 would cost.
             on_device: makes sure that the parameters are on the device while they are gathered.
             stage: of a model that is a pipeline stage.
         """
         self._language_model, self._dtype, self._on_device = language_model, dtype, on_device
         self._stage = stage
         self._layers = _layers(language_model)
+        self._buffers = frozenset(name for name, _ in language_model.named_buffers())
 
     def specs(self) -> list[TensorSpec]:
-        """Return the parameters in the order of `gather`."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        if self._stage is not None:
-            parts = (part for part in self._stage.parts if not is_adapter(part.name))
-            return [TensorSpec(part.name, part.shape, dtype) for part in parts]
-        return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._parameters()]
+        """Return the tensors in the order of `gather`."""
+        dtypes = {part.name: str(part.dtype or self._dtype).removeprefix("torch.") for part, _ in self._written}
+        return [TensorSpec(one.name, one.shape, dtypes[part.name]) for part, ones in self._written for one in ones]
 
     @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
+        for (_, ones), whole in zip(self._written, self._gather_whole(), strict=True):
+            for one in ones:
+                yield one.of(whole)
+
+    @cached_property
+    def _written(self) -> list[tuple[Part, list[Written]]]:
+        """The parameters and stored buffers of the whole model, each with the tensors that a checkpoint has of it."""
+        if self._stage is not None:
+            parts = [part for part in self._stage.parts if not is_adapter(part.name)]
+        else:
+            parts = [Part(name, tuple(one.shape), 0, _kept_dtype(one)) for name, one in self._own()]
+        return [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
+
+    def _gather_whole(self) -> Iterator[Tensor]:
+        """Yield each parameter and stored buffer of the whole model."""
         if self._stage is None:
             yield from self._gather_own()
             return
-        parts = [part for part in self._stage.parts if not is_adapter(part.name)]
+        parts = [part for part, _ in self._written]
         for _, tensor in self._of_stages(self._stage, parts, self._gather_own(), self._dtype):
             yield tensor
 
     def _gather_own(self) -> Iterator[Tensor]:
-        """Yield the parameters that this rank's stage owns."""
-        names = (name for name, _ in self._parameters())
+        """Yield the parameters and stored buffers that this rank's stage owns."""
+        names = (name for name, _ in self._own())
         with self._on_device(), ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
                 # A layer may have been gathered together with the previous one.
@@ -99,13 +116,15 @@ class ShardedWeights:
             if owner == stage.peers.rank:
                 flat = torch.cat([next(own).reshape(-1) for _ in group])
             else:
-                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+                flat = torch.empty(sum(sizes), dtype=group[0].dtype or dtype, device=device)
             stage.peers.broadcast(flat, owner)
             for part, tensor in zip(group, torch.split(flat, sizes), strict=True):
                 yield part.name, tensor.view(part.shape)
         assert next(own, None) is None, "the stage has more parameters than it owns"
 
     def _whole(self, name: str) -> Tensor:
+        if name in self._buffers:
+            return self._language_model.get_buffer(name)
         parameter = self._language_model.get_parameter(name).detach()
         adapted = adapter_of(self._language_model, name)
         if adapted is None:
@@ -113,20 +132,26 @@ class ShardedWeights:
         weight, down, up = (_full(part.detach()) for part in (parameter, adapted.lora_A, adapted.lora_B))
         return merge(weight, down, up, adapted.factor).to(self._dtype)
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _own(self) -> list[tuple[str, Tensor]]:
         # A list, because gathering a layer replaces its shards by other parameters.
-        named = list(self._language_model.named_parameters())
         copy = None if self._stage is None else self._stage.copy
-        return ((name, parameter) for name, parameter in named if not is_adapter(name) and name != copy)
+        named = stored_tensors(self._language_model)
+        return [(name, tensor) for name, tensor in named if not is_adapter(name) and name != copy]
+
+
+def _kept_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype of a buffer; None for a parameter, which is converted."""
+    return None if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
-    """Return which layer to gather for a parameter; none where there are adapters, which FSDP would round."""
+    """Return which layer to gather for a parameter, or is gathered when a buffer's turn comes; none where there are
+    adapters, which FSDP would round."""
     found: dict[str, FSDPModule] = {}
     if any(is_adapter(name) for name, _ in language_model.named_parameters()):
         return found
     for prefix, module in language_model.named_modules():
-        names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+        names = [f"{prefix}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())]
         if isinstance(module, FSDPModule):
             # Divided experts are sharded by themselves, and gathered with their layer.
             found = dict.fromkeys(names, module) | found
