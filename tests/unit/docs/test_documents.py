@@ -37,6 +37,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 BEFORE_A_COMMAND = re.compile(r"^([A-Z_]+=.*|do|then|sudo|if|!)$")
 VALUE = re.compile(r"^[a-z]\w*(\.[a-z]\w*)+$")
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", Path("Makefile").read_text(), re.MULTILINE))
+KUBERAY_CHART = "kuberay-operator"
 VALUES = yaml.safe_load(Path("charts/ppojob/values.yaml").read_text())
 EXTRAS = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
 TOPS = {path.parts[0] for path in tree()}
@@ -89,7 +90,8 @@ def problems(command: Command) -> Iterator[str]:
         yield from of_program(kubectl_app, arguments[1:], command.is_whole)
     elif program in ("python", "python3") and arguments[:1] == ["-m"]:
         yield from of_module(arguments[1:], command.is_whole)
-    elif program == "helm":
+    # Values of other charts are not known here.
+    elif program == "helm" and KUBERAY_CHART not in arguments:
         given = [word for flag, word in pairwise(arguments) if flag in ("--set", "--set-json")]
         yield from (f"no value {word}" for word in given if not is_value(word.partition("=")[0]))
     elif program == "pip":
