@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ppojob_api.v1alpha1.fixed import IMMUTABLE, MUTABLE
+from ppojob_api.v1alpha1.merging import merged
 from ppojob_api.v1alpha1.templates import TEMPLATED
 from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
@@ -168,6 +169,11 @@ CHANGES: dict[str, Any] = {
 }
 """A new value for each part of a spec that may or may not change."""
 
+ALSO: dict[str, dict[str, Any]] = {
+    f"{role}.virtualPipelineParallelSize": {role: {"pipelineParallelSize": 2}} for role in ("actor", "critic")
+}
+"""What a change needs beside itself, by its part."""
+
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
     manifest = copy.deepcopy(GOOD)
@@ -185,7 +191,7 @@ def change(kubectl: Any, name: str, part: str) -> tuple[bool, str]:
     value = CHANGES[part]
     for key in reversed(part.split(".")):
         value = {key: value}
-    patch = f"--patch={json.dumps({'spec': value})}"
+    patch = f"--patch={json.dumps({'spec': merged(value, ALSO.get(part, {}))})}"
     done = kubectl.run("patch", "ppojob", name, "--type=merge", "--dry-run=server", patch)
     return done.returncode == 0, done.stderr
 

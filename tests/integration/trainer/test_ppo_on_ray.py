@@ -48,9 +48,9 @@ PHASES = (
 
 ABSENT_HERE = {
     "ppojob_perf_mfu", "ppojob_perf_max_memory_allocated_gb", "ppojob_pool_gpu_utilization",
-    "ppojob_pool_memory_peak_gb", "ppojob_pool_memory_total_gb",
+    "ppojob_pool_memory_peak_gb", "ppojob_pool_memory_total_gb", "ppojob_rollout_corr_kl",
 }  # fmt: skip
-"""What only a run on GPUs measures."""
+"""What only a run on GPUs measures, or one with `algorithm.rolloutCorrection`."""
 
 
 def test_a_run_is_finished_with_a_record_of_each_step(undisturbed: Run, model: Path) -> None:
