@@ -81,6 +81,9 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
     if num_experts(config) is None:
         return
     found = list(routers(backbone))
+    if not found:
+        # Stages of a pipeline may have dense layers alone. Nothing is replayed in a pipeline.
+        return
     num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
     if experts is not None and experts.shape[1] != num_layers * per_token:
         raise ProtocolError(
