@@ -25,24 +25,14 @@ from tests.integration.trainer.vllm_agreement import (
     generate,
     make_trainer,
     probs_diff,
-    push,
+    renewed,
+    train_once,
 )
 
 EXTENSION = "tests.integration.trainer.format_extension.FormatExtension"
 
 
-async def renewed(trainer: Any, engine: Any, version: int) -> tuple[float, bool]:
-    """Sleep, wake and push, as a step does; return the seconds of the push and whether it was read back."""
-    await engine.sleep()
-    await engine.wake("weights")
-    found = await push(trainer, engine, version)
-    await engine.wake("kv_cache")
-    return found
-
-
 async def scenario(path: str, options: RolloutOptions, backend: str, learning_rate: float) -> dict[str, Any]:
-    import torch
-
     from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
     engine, started = RolloutEngine(options), time.perf_counter()
@@ -63,12 +53,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str, learning_ra
     after_equal = await generate(engine, prompts, order)
     seen["equal_weights_write_the_same"] = first.responses().to_lists() == after_equal.responses().to_lists()
 
-    before = trainer.log_probs(first)
-    step = first.with_fields(
-        {"old_log_probs": before, "advantages": before.with_values(-torch.ones_like(before.values))}
-    )
-    seen["metrics"] = trainer.policy.update(step)
-    seen["moved_by"] = float((trainer.log_probs(first).values - before.values).abs().mean())
+    seen |= train_once(trainer, first)
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, order))
     seen["second_push_seconds"], seen["second_is_read_back"] = await renewed(trainer, engine, 2)
     seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, order))

@@ -139,9 +139,29 @@ async def push(trainer: Trainer, engine: Any, version: int) -> tuple[float, bool
     return time.perf_counter() - started, all(receipt.is_read_back for receipt in received)
 
 
-async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str) -> dict[str, Any]:
+async def renewed(trainer: Any, engine: Any, version: int) -> tuple[float, bool]:
+    """Sleep, wake and push, as a step does; return the seconds of the push and whether it was read back."""
+    await engine.sleep()
+    await engine.wake("weights")
+    found = await push(trainer, engine, version)
+    await engine.wake("kv_cache")
+    return found
+
+
+def train_once(trainer: Any, batch: Any) -> dict[str, Any]:
+    """Make each sampled token less probable; return the metrics, and by how much log-probs have moved."""
     import torch
 
+    before = trainer.log_probs(batch)
+    step = batch.with_fields(
+        {"old_log_probs": before, "advantages": before.with_values(-torch.ones_like(before.values))}
+    )
+    metrics = trainer.policy.update(step)
+    moved = float((trainer.log_probs(batch).values - before.values).abs().mean())
+    return {"metrics": metrics, "moved_by": moved}
+
+
+async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str) -> dict[str, Any]:
     from ppojob_trainer.engines.errors import RolloutError
     from ppojob_trainer.engines.rollout.engine import RolloutEngine
 
@@ -152,7 +172,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     trainer, prompts = make_trainer(path, options.device, backend, dtype), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
-    seen = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
+    seen: dict[str, Any] = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
     seen["diff_at_start"] = probs_diff(trainer, first)
 
     if options.routing_replay:
@@ -161,24 +181,13 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
 
     (link,) = trainer.sender.listen()
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
-    await engine.sleep()
-    await engine.wake("weights")
-    seen["push_seconds"], seen["first_is_read_back"] = await push(trainer, engine, 1)
-    await engine.wake("kv_cache")
+    seen["push_seconds"], seen["first_is_read_back"] = await renewed(trainer, engine, 1)
     after_equal = await generate(engine, prompts, forward)
     seen["equal_weights_write_the_same"] = first.responses().to_lists() == after_equal.responses().to_lists()
 
-    before = trainer.log_probs(first)
-    step = first.with_fields(
-        {"old_log_probs": before, "advantages": before.with_values(-torch.ones_like(before.values))}
-    )
-    seen["metrics"] = trainer.policy.update(step)
-    seen["moved_by"] = float((trainer.log_probs(first).values - before.values).abs().mean())
+    seen |= train_once(trainer, first)
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))
-    await engine.sleep()
-    await engine.wake("weights")
-    seen["second_push_seconds"], seen["second_is_read_back"] = await push(trainer, engine, 2)
-    await engine.wake("kv_cache")
+    seen["second_push_seconds"], seen["second_is_read_back"] = await renewed(trainer, engine, 2)
     seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, forward))
     seen["weights_version"] = engine.weights_version
 
