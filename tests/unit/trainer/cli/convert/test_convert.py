@@ -391,3 +391,11 @@ def test_a_model_that_verl_shards_over_all_ranks_has_one_copy(size: int) -> None
 
     assert "fsdpSize" not in conversion.manifest["spec"].get("actor", {})
     assert [entry.name for entry in conversion.unconverted if "fsdp_size" in entry.name] == []
+
+
+@pytest.mark.parametrize(("is_whole", "saved"), [(True, None), (False, False)])
+def test_verls_default_of_slower_saves_counts_only_where_it_was_given(is_whole: bool, saved: bool | None) -> None:
+    settings = {"actor_rollout_ref.actor.checkpoint.async_save": False}
+    manifest = convert(Settings(settings, is_whole=is_whole)).manifest
+
+    assert manifest["spec"].get("checkpoint", {}).get("async") is saved
