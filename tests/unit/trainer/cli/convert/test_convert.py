@@ -25,11 +25,9 @@ from ppojob_trainer.commands.convert import (
     read,
     read_arguments,
 )
-from ppojob_trainer.commands.convert.read import read_yaml
 from ppojob_trainer.commands.convert.rows import Converted
 from ppojob_trainer.commands.convert.scripts.bash_run import Sandbox
 from ppojob_trainer.commands.convert.table import DEFAULTS, TABLE
-from ppojob_trainer.commands.manifest import ManifestError
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -282,36 +280,6 @@ def test_what_has_nothing_to_say_here_is_no_loss() -> None:
     assert [entry.kind for entry in conversion.entries if entry.kind is not Target.TO_FILL] == [Target.NEEDLESS] * 2
 
 
-def test_a_whole_configuration_with_its_defaults_loses_nothing() -> None:
-    text = """
-    actor_rollout_ref:
-      model: {path: /data/m, lora_rank: 0, external_lib: null, override_config: {}}
-      actor: {_target_: verl.workers.config.FSDPActorConfig, ppo_mini_batch_size: 32, shuffle: false, tau_pos: 1.0}
-      rollout: {name: vllm, n: 1, response_length: "${oc.select:data.x,512}", engine_kwargs: {vllm: {}}}
-    critic: {ppo_mini_batch_size: "${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}", enable: null}
-    data: {train_files: /data/a.jsonl, train_batch_size: 64, shuffle: false}
-    trainer: {total_training_steps: 7, val_before_train: false, project_name: p}
-    custom_reward_function: {path: /data/r.py, reward_kwargs: {scale: 2}}
-    """
-    conversion = convert(read_yaml(Path("verl.yaml"), text))
-
-    assert conversion.unconverted == []
-    assert value_at(conversion, "critic.miniBatchSize") == 32
-    assert value_at(conversion, "data.shuffle") is False
-    assert value_at(conversion, "data.train.files.paths") == ["/data/a.jsonl"]
-    assert value_at(conversion, "trainer.validateBeforeTraining") is False
-    assert value_at(conversion, "reward.function.kwargs") == {"scale": 2}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("kind: PPOJob", "not a configuration of verl"), ("a: [", "not YAML")],
-)
-def test_a_yaml_file_that_is_not_verls_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ManifestError, match=re.escape(message)):
-        read_yaml(Path("a.yaml"), text)
-
-
 def test_settings_of_nothing_ask_for_model_and_data() -> None:
     conversion = convert(Settings({"algorithm.gamma": 0.9}))
 
@@ -391,11 +359,3 @@ def test_a_model_that_verl_shards_over_all_ranks_has_one_copy(size: int) -> None
 
     assert "fsdpSize" not in conversion.manifest["spec"].get("actor", {})
     assert [entry.name for entry in conversion.unconverted if "fsdp_size" in entry.name] == []
-
-
-@pytest.mark.parametrize(("is_whole", "saved"), [(True, None), (False, False)])
-def test_verls_default_of_slower_saves_counts_only_where_it_was_given(is_whole: bool, saved: bool | None) -> None:
-    settings = {"actor_rollout_ref.actor.checkpoint.async_save": False}
-    manifest = convert(Settings(settings, is_whole=is_whole)).manifest
-
-    assert manifest["spec"].get("checkpoint", {}).get("async") is saved
