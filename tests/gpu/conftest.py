@@ -1,8 +1,9 @@
-"""The versions that the tests on GPUs run with, printed first: a figure is worth what they are. And one rank's mesh."""
+"""What the tests on GPUs share: the versions, printed first because figures depend on them; free memory; a mesh."""
 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,6 +14,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import listen
 from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
 
+MEMORY_LIMIT_SECONDS = 60.0
 PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")
 
 
@@ -27,6 +29,19 @@ def pytest_report_header() -> list[str]:
     else:
         lines.append("GPUs: none, so every test here is skipped")
     return lines
+
+
+def pytest_runtest_setup() -> None:
+    """Wait until the processes of the test before have released their GPUs' memory.
+
+    vLLM refuses to start if the memory in use becomes less while it measures its own. A hook runs before any fixture.
+    """
+    devices = range(torch.cuda.device_count())
+    end, earlier = time.monotonic() + MEMORY_LIMIT_SECONDS, None
+    while earlier != (free := [torch.cuda.mem_get_info(device)[0] for device in devices]):
+        assert time.monotonic() < end, f"the free memory of the GPUs still changes: {earlier} and {free} bytes"
+        earlier = free
+        time.sleep(1)
 
 
 @pytest.fixture(scope="module")
