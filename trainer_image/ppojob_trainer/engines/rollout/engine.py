@@ -177,7 +177,8 @@ class RolloutEngine:
     async def update_weights(self, version: int) -> list[Receipt]:
         """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
-        If weights may change in flight, vLLM stays paused after a failure: its weights may be of two versions.
+        After a failure, the weights may be of two versions: the engine refuses to generate until the next push is
+        complete, and if weights may change in flight, vLLM stays paused.
 
         Raises:
             RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
@@ -188,6 +189,7 @@ class RolloutEngine:
             await self._pause()
         else:
             self._refuse_while_running("weights cannot change under them")
+        self._has_weights = False
         receipts = await self._workers("ppojob_receive_weights", version)
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
@@ -304,7 +306,10 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         if self._is_asleep or not self._has_weights:
-            raise RolloutError("the engine released its weights when it slept: wake it and push weights first")
+            raise RolloutError(
+                "the engine has no weights: it released them when it slept, or the last push broke off; wake it and "
+                "push weights first"
+            )
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

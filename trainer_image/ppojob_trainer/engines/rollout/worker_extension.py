@@ -23,6 +23,11 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
@@ -124,12 +129,16 @@ class WeightReceiverExtension:
         return read_back.check(is_whole=is_whole), boxes
 
     def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load weights by vLLM's own means, and count what was loaded."""
+        """Load weights by vLLM's own means, and count them. After any error, the next whole push loads correctly."""
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             forget_expert_kernels(model)
-        with counted_load(model, version, is_whole=self._ppojob_is_whole()):
-            self.model_runner.reload_weights(weights_iterator=tensors)
+        try:
+            with counted_load(model, version, is_whole=self._ppojob_is_whole()):
+                self.model_runner.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            abandon_reload(model)
+            raise
         if self.device.type == "cpu":
             pack_tied_heads(model)
 
@@ -152,6 +161,25 @@ def keeps_weights_as_they_come(model: nn.Module) -> bool:
         and (type(module) is Attention or not hasattr(module, "process_weights_after_loading"))
         for module in model.modules()
     )
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """Drop what vLLM keeps of a reload that broke off, so that the next reload begins with empty layers.
+
+    vLLM's state of a reload (`model_loader.reload`, vLLM 0.32) outlives the exception. Its next reload would add to the
+    tensors of a half-filled layer and take the layer for complete too early: some loaders then fail, others drop the
+    last tensors without a message. Layers get back the tensors that the kernels read, as in vLLM's own
+    `finalize_layerwise_processing`. The model then has weights of two versions until it is reloaded.
+    """
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        # None: the layer is complete, or the reload broke off before it came to it.
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+    LOADING_LAYERS.clear()
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
