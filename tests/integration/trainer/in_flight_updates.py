@@ -103,6 +103,7 @@ class Scene:
         sending = asyncio.to_thread(self.sender.push, self.version)
         [sent], received = await asyncio.gather(sending, self.engine.update_weights(self.version))
         verify(sent, received)
+        await self.engine.resume()
 
     async def generate(self) -> list[Any]:
         found: list[Any] = await self.engine.generate(PROMPTS, SEEDS, SAMPLING)

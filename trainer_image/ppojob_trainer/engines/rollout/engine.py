@@ -178,7 +178,7 @@ class RolloutEngine:
         """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
         After a failure, the weights may be of two versions: the engine refuses to generate until the next push is
-        complete, and if weights may change in flight, vLLM stays paused.
+        complete. If weights may change in flight, vLLM stays paused until `resume`.
 
         Raises:
             RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
@@ -194,8 +194,6 @@ class RolloutEngine:
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         self.weights_version, self._has_weights = version, True
-        if self.options.updates_in_flight:
-            await self._resume(version)
         return [Receipt(**{**receipt, "checksums": tuple(receipt["checksums"])}) for receipt in receipts]
 
     async def _pause(self) -> None:
@@ -205,9 +203,13 @@ class RolloutEngine:
         except EngineDeadError as error:
             raise EngineLostError(f"vLLM's engine exited before it paused: {error}") from error
 
-    async def _resume(self, version: int) -> None:
-        """Continue with new weights."""
-        self._versions.append(version)
+    async def resume(self) -> None:
+        """Continue with the weights that `update_weights` loaded in flight, after the receipts have been compared.
+
+        Raises:
+            EngineLostError: the engine exited.
+        """
+        self._versions.append(self.weights_version)
         try:
             await self._running().update_weight_version(str(len(self._versions) - 1))
             await self._running().resume_generation()
