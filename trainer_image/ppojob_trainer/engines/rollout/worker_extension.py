@@ -7,14 +7,18 @@ only packed copies, and `load_weights` finds empty parameters). Both keep addres
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
 A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`).
+
+Failures of the connection and of a push are returned, not raised: vLLM 0.32 stops to read the answers of an engine's
+workers at the first one that failed, and would take the others' for answers to the next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, TypeAlias
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
+from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
@@ -40,7 +45,24 @@ from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
 
+logger = logging.getLogger(__name__)
+
 Boxes: TypeAlias = dict[str, tuple[Box, ...]]
+P = ParamSpec("P")
+
+
+def returns_failures(method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+    """Let a method return its error's message instead of raising it, as {WORKER_FAILURE: message}."""
+
+    @wraps(method)
+    def answered(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return {WORKER_FAILURE: f"{error}" or type(error).__name__}
+
+    return answered
 
 
 class WeightReceiverExtension:
@@ -61,6 +83,7 @@ class WeightReceiverExtension:
         if not self.use_v2_model_runner:
             record_experts(self.model_runner)
 
+    @returns_failures
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.
 
@@ -74,6 +97,7 @@ class WeightReceiverExtension:
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
         return self.ppojob_receiver.transports()
 
+    @returns_failures
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
         receiver = self.ppojob_receiver
@@ -118,15 +142,14 @@ class WeightReceiverExtension:
 
     def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[bool, Boxes | None]:
         """Have vLLM round weights to its format, and compare them; return what `_ppojob_load` returns."""
-        is_whole, boxes = self._ppojob_is_whole(), None
-        with read_back_quantized(self.model_runner.get_model(), version) as read_back:
-            if is_whole:
+        model = self.model_runner.get_model()
+        with read_back_quantized(model, version) as read_back:
+            if self._ppojob_is_whole():
                 self._ppojob_reload(version, read_back.passing(tensors))
-            else:
-                with LoaderReads() as reads:
-                    self._ppojob_reload(version, reads.passing(tensors))
-                boxes = reads.boxes()
-        return read_back.check(is_whole=is_whole), boxes
+                return read_back.check(are_all_known=True), None
+            with LoaderReads(read_back.add) as reads:
+                self._ppojob_reload(version, reads.passing(tensors))
+            return read_back.check(are_all_known=reads.are_exact(model)), reads.boxes()
 
     def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load weights by vLLM's own means, and count them. After any error, the next whole push loads correctly."""
