@@ -201,7 +201,7 @@ def abandon_reload(model: nn.Module) -> None:
         # None: the layer is complete, or the reload broke off before it came to it.
         if info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
-        info.reset()
+        info.reset()  # type: ignore[no-untyped-call]
     LOADING_LAYERS.clear()
 
 
