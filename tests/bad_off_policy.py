@@ -95,7 +95,7 @@ BAD_OFF_POLICY = (
             _spec("rollout", "engineArgs"): {"scheduling_policy": "priority"},
         },
         "spec.rollout.engineArgs.scheduling_policy",
-        "remove this argument, or schedule.weightUpdates: InFlight",
+        "remove rollout.engineArgs.scheduling_policy, or schedule.weightUpdates: InFlight",
         shows="priority",
         server_refuses=False,
     ),

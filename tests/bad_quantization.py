@@ -39,7 +39,7 @@ BAD_QUANTIZATION = (
         "rounded weights and recorded experts",
         {**_CORRECTED, _spec("rollout", "routingReplay"): True},
         _WHERE,
-        "remove one of both",
+        "remove rollout.quantization, or set rollout.routingReplay: false",
         shows="FP8",
     ),
 )

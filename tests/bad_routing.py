@@ -14,20 +14,20 @@ BAD_ROUTING = (
         "recorded experts of prompts that are not kept",
         {_spec("rollout"): {"routingReplay": True, "enablePrefixCaching": False}},
         "spec.rollout.enablePrefixCaching",
-        "set it to true",
+        "set rollout.enablePrefixCaching: true",
         shows="False",
     ),
     BadSpec(
         "recorded experts of drafts",
         {_spec("rollout"): {"routingReplay": True, "speculative": {}}},
         "spec.rollout.speculative",
-        "remove one of both",
+        "remove rollout.speculative, or set rollout.routingReplay: false",
     ),
     BadSpec(
         "recorded experts of several weights",
         {**APART, _spec("schedule", "weightUpdates"): "InFlight", _spec("rollout", "routingReplay"): True},
         "spec.schedule.weightUpdates",
-        "use BetweenGenerations",
+        "set BetweenGenerations, or set rollout.routingReplay: false",
         shows="InFlight",
     ),
     BadSpec(
@@ -38,7 +38,7 @@ BAD_ROUTING = (
             _spec("actor", "engineClass"): {"module": "mine", "className": "Engine"},
         },
         "spec.rollout.routingReplay",
-        "set it to false",
+        "set rollout.routingReplay: false",
         shows="True",
     ),
     BadSpec(
@@ -63,7 +63,7 @@ BAD_ROUTING = (
         "recorded experts for the stages of a pipeline",
         {**_STAGES, _spec("rollout"): {"routingReplay": True}},
         "spec.actor.pipelineParallelSize",
-        "rollout.routingReplay to false",
+        "set it to 1, or set rollout.routingReplay: false",
         shows="2",
     ),
     BadSpec(

@@ -281,7 +281,8 @@ BAD_SPECS = (
     # Drafts.
     BadSpec("drafts without the trainer's scheduler",
             {_spec("rollout"): {"speculative": {}, "engineArgs": {"async_scheduling": False}}},
-            "spec.rollout.engineArgs.async_scheduling", "remove this argument", shows="False", server_refuses=False),
+            "spec.rollout.engineArgs.async_scheduling", "remove rollout.engineArgs.async_scheduling", shows="False",
+            server_refuses=False),
     BadSpec("a shortest lookup above the longest",
             {_spec("rollout"): {"speculative": {"promptLookupMin": 6}}},
             "spec.rollout.speculative.promptLookupMin", "must not be above promptLookupMax", shows="6"),

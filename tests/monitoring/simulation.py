@@ -29,7 +29,7 @@ ON_GPUS = ("pool/{pool}/gpu_utilization", "pool/{pool}/memory_peak_gb", "pool/{p
 """What `worker_groups/observation.py` adds for each pool with GPUs."""
 OF_POOLS = ("pool/{pool}/busy_fraction", "pool/{pool}/idle_s")
 OF_ROLES = ("perf/max_memory_allocated_gb/{role}",)
-OF_WEIGHTS = ("comm_gb_per_s/update_weights", "comm_read_back/update_weights")
+OF_WEIGHTS = ("comm_gb_per_s/update_weights", "comm_receivers/update_weights", "comm_read_back/update_weights")
 
 
 @dataclass(frozen=True)

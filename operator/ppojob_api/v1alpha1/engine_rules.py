@@ -148,7 +148,7 @@ def _the_trainers_scheduler_is_there(spec: PPOJobSpec) -> Iterator[Problem]:
     needing = next((field for field, is_set in needs.items() if is_set), None)
     for name, value in spec.rollout.engine_args.items():
         if name in SCHEDULING_ARGS and needing is not None:
-            remedy = f"{needing} needs the trainer's scheduler: remove this argument, or {needing}"
+            remedy = f"{needing} needs the trainer's scheduler: remove rollout.engineArgs.{name}, or {needing}"
             yield f"rollout.engineArgs.{name}", value, remedy
 
 
@@ -157,18 +157,28 @@ def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
     if not rollout.routing_replay:
         return
     if not rollout.enable_prefix_caching:
-        remedy = f"vLLM keeps the experts of {replay} beside its prefix cache: set it to true"
+        remedy = (
+            f"vLLM keeps the experts of {replay} beside its prefix cache: set rollout.enablePrefixCaching: true, or "
+            f"{replay}: false"
+        )
         yield "rollout.enablePrefixCaching", rollout.enable_prefix_caching, remedy
     if rollout.speculative is not None:
         given = rollout.speculative.to_wire()
-        yield "rollout.speculative", given, f"{replay} does not record the experts of drafts: remove one of both"
+        remedy = f"{replay} does not record the experts of drafts: remove rollout.speculative, or set {replay}: false"
+        yield "rollout.speculative", given, remedy
     if spec.schedule.updates_in_flight:
-        remedy = f"{replay} does not record responses of several weights: use BetweenGenerations, or remove {replay}"
+        remedy = (
+            f"{replay} does not record responses of several weights: set BetweenGenerations, or set {replay}: false"
+        )
         yield "schedule.weightUpdates", "InFlight", remedy
     if spec.actor.engine is Engine.CLASS:
-        yield replay, True, "a training engine of actor.engineClass does not replay experts: set it to false"
+        yield (
+            replay,
+            True,
+            "a training engine of actor.engineClass does not replay experts: set rollout.routingReplay: false",
+        )
     if (stages := spec.actor.pipeline_parallel_size) > 1:
-        remedy = f"stages of a pipeline do not replay experts: set it to 1, or {replay} to false"
+        remedy = f"stages of a pipeline do not replay experts: set it to 1, or set {replay}: false"
         yield "actor.pipelineParallelSize", stages, remedy
 
 

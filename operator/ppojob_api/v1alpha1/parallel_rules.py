@@ -167,7 +167,10 @@ def _virtual_stages_are_of_a_pipeline(spec: PPOJobSpec) -> Iterator[Problem]:
         number = training.virtual_pipeline_parallel_size
         # The reference has the actor's sizes.
         if role != "ref" and number > 1 and training.pipeline_parallel_size == 1:
-            why = "needs pipelineParallelSize above 1: set that, or this one to 1"
+            why = (
+                f"only stages of a pipeline are divided further, and {role}.pipelineParallelSize is 1: set "
+                f"{role}.pipelineParallelSize above 1, or {role}.virtualPipelineParallelSize to 1"
+            )
             yield f"{role}.virtualPipelineParallelSize", number, why
 
 
@@ -194,7 +197,7 @@ def _experts_are_in_whole_layers(spec: PPOJobSpec) -> Iterator[Problem]:
         tensor = training.tensor_parallel_size
         # The reference has the actor's sizes.
         if role != "ref" and training.expert_parallel_size > 1 and tensor > 1:
-            why = f"is not supported with tensorParallelSize {tensor}: set one of them to 1"
+            why = f"is not supported with {role}.tensorParallelSize {tensor}: set one of the two to 1"
             yield f"{role}.expertParallelSize", training.expert_parallel_size, why
 
 

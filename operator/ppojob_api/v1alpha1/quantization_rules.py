@@ -17,20 +17,24 @@ _PATH = ".rollout.quantization"
 QUANTIZATION_RULES = [
     Rule(
         rule=f"{_IS_ABSENT} || self.device != 'CPU'",
-        message="quantization needs GPUs with FP8 units: remove it, or set device to CUDA",
+        message="quantization needs GPUs with FP8 units: remove rollout.quantization, or set device to CUDA",
         field_path=_PATH,
     ),
     Rule(
         rule=f"{_IS_ABSENT} || (has({_CORRECTION}) && {_CORRECTION}.method != 'None')",
         message=(
-            "rounded weights generate with a policy that is not quite the trained one: add "
-            "algorithm.rolloutCorrection, such as {method: Truncate}"
+            "an engine with rounded weights samples from slightly different probabilities than the trainer computes: "
+            "add algorithm.rolloutCorrection with a method other than None, for example {method: Truncate}, or remove "
+            "rollout.quantization"
         ),
         field_path=_PATH,
     ),
     Rule(
         rule=f"{_IS_ABSENT} || !self.rollout.routingReplay",
-        message="mixtures of experts are not quantized: remove quantization, or set routingReplay to false",
+        message=(
+            "quantization is for dense models, and routingReplay for mixtures of experts: remove "
+            "rollout.quantization, or set rollout.routingReplay to false"
+        ),
         field_path=_PATH,
     ),
 ]
@@ -39,15 +43,20 @@ QUANTIZATION_RULES = [
 def _gpus_have_the_format(spec: PPOJobSpec) -> Iterator[Problem]:
     format_ = spec.rollout.quantization
     if format_ is not None and spec.device is Device.CPU:
-        yield "rollout.quantization", format_.value, "it needs GPUs with FP8 units: remove it, or set device: CUDA"
+        yield (
+            "rollout.quantization",
+            format_.value,
+            "it needs GPUs with FP8 units, and device is CPU: remove rollout.quantization, or set device: CUDA",
+        )
 
 
 def _rounded_weights_are_corrected(spec: PPOJobSpec) -> Iterator[Problem]:
     format_ = spec.rollout.quantization
     if format_ is not None and spec.algorithm.correction is None:
         remedy = (
-            "the engine's policy is not quite the one that is trained: add algorithm.rolloutCorrection, for example "
-            "{method: Truncate}, or remove it"
+            "the engine samples from slightly different probabilities than the trainer computes: add "
+            "algorithm.rolloutCorrection with a method other than None, for example {method: Truncate}, or remove "
+            "rollout.quantization"
         )
         yield "rollout.quantization", format_.value, remedy
 
@@ -55,7 +64,10 @@ def _rounded_weights_are_corrected(spec: PPOJobSpec) -> Iterator[Problem]:
 def _experts_are_not_rounded(spec: PPOJobSpec) -> Iterator[Problem]:
     format_ = spec.rollout.quantization
     if format_ is not None and spec.rollout.routing_replay:
-        remedy = "rollout.routingReplay is for mixtures of experts, which are not quantized: remove one of both"
+        remedy = (
+            "it is for dense models, and rollout.routingReplay for mixtures of experts: remove rollout.quantization, "
+            "or set rollout.routingReplay: false"
+        )
         yield "rollout.quantization", format_.value, remedy
 
 

@@ -79,9 +79,8 @@ class StepChecks(ApiModel):
     """Steps between those weights and the weights that this step trained. 0: on-policy."""
     compared_weights_step: Annotated[int, _COUNT] | None = None
     """Last step in which the parameters of all engines were read back and were equal to the actor's. Different ones end
-    the attempt. Absent: none were read back. That needs CUDA and a model without experts; with rollout.quantization, it
-    needs engines of one GPU. Otherwise the loaded numbers are counted. The transfer's checksums are compared in every
-    step."""
+    the attempt. Absent: no step read back those of all engines. That needs CUDA and a model without experts. Otherwise
+    the loaded numbers are counted. The transfer's checksums are compared in every step."""
     rollout_probs_diff_mean: Number | None = None
     """Mean difference of the probabilities that trainer and engine give to the sampled tokens."""
     idle_fraction: Number

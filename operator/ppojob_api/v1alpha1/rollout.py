@@ -76,8 +76,8 @@ class RolloutSpec(ApiModel):
     quantization: Quantization | None = None
     """FP8: the engine generates with linear layers in 8-bit floating point (E4M3), and rounds each push of the weights
     to it. The trainer keeps bfloat16 and float32, so the engine's policy is not quite the trained one: FP8 needs
-    algorithm.rolloutCorrection, and GPUs with FP8 units (Ada, Hopper or later). Not for mixtures of experts. Absent:
-    the engine computes with the trainer's weights."""
+    algorithm.rolloutCorrection, and GPUs with FP8 units (Ada, Hopper or later). Not for mixtures of
+    experts, nor for latent attention (MLA). Absent: the engine computes with the trainer's weights."""
     engine_args: RawObject = Field(default_factory=dict)
     """More arguments of vLLM's AsyncEngineArgs, by their own names, such as block_size. Arguments that have a field
     here, or that the trainer sets itself, are rejected."""

@@ -1,8 +1,11 @@
-"""What the tests' worker of vLLM has in addition: the bytes of the model's weights by their format."""
+"""What the tests' workers of vLLM have in addition: the bytes of a model's weights by format, and a defect."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+
+import torch
 
 from ppojob_trainer.engines.rollout.quantized_read_back import quantized_layers
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
@@ -20,3 +23,20 @@ class FormatExtension(WeightReceiverExtension):
             kind = "quantized" if id(parameter) in own else "others"
             found[f"{kind} {str(parameter.dtype).removeprefix('torch.')}"] += parameter.numel() * parameter.itemsize
         return dict(found)
+
+
+class ChangingExtension(WeightReceiverExtension):
+    """Changes one weight between its arrival and vLLM's loader, in the second worker, once."""
+
+    def ppojob_change_next(self) -> None:
+        """Change a weight of the next push."""
+        self._is_changing = self.rank == 1
+
+    def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        is_changing, self._is_changing = getattr(self, "_is_changing", False), False
+        super()._ppojob_reload(version, changed(tensors) if is_changing else tensors)
+
+
+def changed(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield name, -tensor if name.endswith("1.self_attn.o_proj.weight") else tensor

@@ -60,6 +60,30 @@ class Source:
         return iter(self.weights.values())
 
 
+class BrokenSource(Source):
+    """Fails in the middle of a layer: after the first of its attention's tensors."""
+
+    def gather(self) -> Iterator[Any]:
+        for name, tensor in self.weights.items():
+            yield tensor
+            if name.endswith("layers.1.self_attn.q_proj.weight"):
+                raise ConnectionError("the trainer exited")
+
+
+async def connected(engine: Any, source: Source) -> Any:
+    """Return a sender that is connected to an engine. Its buckets are so small that each tensor has its own."""
+    import torch
+
+    from ppojob_trainer.engines.weights.plans import LinkPlan
+    from ppojob_trainer.engines.weights.sender import WeightSender
+
+    plans, device = [LinkPlan(0, "gloo", (0,))], torch.device("cpu")
+    sender = WeightSender(source, plans, "127.0.0.1", LIMIT_S, device, bucket_bytes=1)
+    (link,) = sender.listen()
+    await asyncio.gather(asyncio.to_thread(sender.prepare), engine.connect_weights([(link, 1)]))
+    return sender
+
+
 @dataclass
 class Scene:
     """An engine, a sender of weights, and two models in transformers with the same layers."""
@@ -79,10 +103,32 @@ class Scene:
         sending = asyncio.to_thread(self.sender.push, self.version)
         [sent], received = await asyncio.gather(sending, self.engine.update_weights(self.version))
         verify(sent, received)
+        await self.engine.resume()
 
     async def generate(self) -> list[Any]:
         found: list[Any] = await self.engine.generate(PROMPTS, SEEDS, SAMPLING)
         return found
+
+    async def break_off(self, model: Any) -> list[str]:
+        """Push the weights of a model until the sender fails; connect again; return what the engine says."""
+        from ppojob_trainer.engines.errors import RolloutError
+
+        self.sender.close()
+        self.sender = await connected(self.engine, BrokenSource(dict(model.named_parameters())))
+        updating = asyncio.create_task(self.engine.update_weights(self.version + 1))
+        says = []
+        try:
+            await asyncio.to_thread(self.sender.push, self.version + 1)
+        except ConnectionError as error:
+            says.append(str(error))
+        self.sender.close()
+        for failing in (updating, self.generate()):
+            try:
+                await failing
+            except RolloutError as error:
+                says.append(str(error))
+        self.sender = await connected(self.engine, self.source)
+        return says
 
     async def interrupted(self, model: Any, seconds: float) -> tuple[list[Any], list[Any]]:
         """Push other weights in the middle of a generation, and generate the same samples again, at once.
@@ -158,20 +204,13 @@ def other_weights(path: str) -> tuple[Any, Any]:
 
 
 async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
-    import torch
-
     from ppojob_trainer.engines.rollout.engine import RolloutEngine
-    from ppojob_trainer.engines.weights.plans import LinkPlan
-    from ppojob_trainer.engines.weights.sender import WeightSender
 
     engine = RolloutEngine(options)
     await engine.start()
     old, new = other_weights(path)
     source = Source(dict(old.named_parameters()))
-    sender = WeightSender(source, [LinkPlan(0, "gloo", (0,))], "127.0.0.1", LIMIT_S, torch.device("cpu"))
-    (link,) = sender.listen()
-    await asyncio.gather(asyncio.to_thread(sender.prepare), engine.connect_weights([(link, 1)]))
-    scene = Scene(engine, sender, source, old, new)
+    scene = Scene(engine, await connected(engine, source), source, old, new)
 
     first = await scene.generate()
     started = time.perf_counter()
@@ -189,7 +228,10 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     whole = [log_probs(new, [*PROMPTS[0], *one.token_ids])[0][len(PROMPTS[0]) - 1 :] for one in after]
     seen["difference after"] = max(largest(one.log_probs, theirs) for one, theirs in zip(after, whole, strict=True))
     seen["alone with new"] = [plain(one) for one in await scene.generate()]
-    sender.close()
+    seen["broken off"] = await scene.break_off(old)
+    await scene.push(new)
+    seen["after a broken push"] = [plain(one) for one in await scene.generate()]
+    scene.sender.close()
     await engine.shutdown()
     return seen
 

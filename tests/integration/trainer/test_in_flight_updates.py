@@ -72,3 +72,13 @@ def test_tokens_after_the_push_are_those_of_the_new_weights_on_the_cache_of_the_
 def test_a_new_request_finds_nothing_that_old_weights_cached(seen: dict[str, Any]) -> None:
     assert seen["difference after"] < ROUNDING
     assert [one["tokens"] for one in seen["after"]] == [one["tokens"] for one in seen["alone with new"]]
+
+
+def test_a_push_after_one_that_broke_off_is_whole(seen: dict[str, Any]) -> None:
+    sender, engine, generation = seen["broken off"]
+    assert sender == "the trainer exited"
+    assert "vLLM's worker 0 failed in ppojob_receive_weights" in engine
+    assert "the last push broke off" in generation
+    for one, other in zip(seen["after a broken push"], seen["alone with new"], strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert_equal(one["log_probs"], other["log_probs"], seen["same"])

@@ -21,7 +21,7 @@ VALIDATION_REWARD = "val-core/score/mean"
 _OLDEST_WEIGHTS = "staleness/oldest_version"
 _PROBS_DIFF = "training/rollout_probs_diff_mean"
 _IDLE = "overlap/idle_fraction"
-_COMPARED = "comm_read_back/update_weights"
+_RECEIVERS, _COMPARED = "comm_receivers/update_weights", "comm_read_back/update_weights"
 _BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
 
 
@@ -72,7 +72,8 @@ class RunProgress:
         """Record that `step` is done (0: the validation before training); non-finite metrics are dropped."""
         now = self._clock()
         self._eta.tick(step, now)
-        if metrics.get(_COMPARED, 0.0) > 0.0:
+        # The step certifies the weights of all engines: those that only some engines compared do not count.
+        if metrics.get(_COMPARED, 0.0) == metrics.get(_RECEIVERS, 0.0) > 0.0:
             self._compared_weights_step = step
         self._record(step, metrics, now)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
@@ -28,7 +28,7 @@ from ppojob_trainer.engines.rollout import quantized_read_back
 from ppojob_trainer.engines.rollout.options import VLLM_QUANTIZATION
 from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu, quantized_layers, rounding_error
 from tests.ports import server_port
-from tests.unit.trainer.engines.reloaded_weights import PASSED, worker_of
+from tests.unit.trainer.engines.reloaded_weights import PASSED, breaking_off, worker_of
 
 Layer = Any
 LAYER = "model.layers.1.mlp.down_proj"
@@ -57,7 +57,7 @@ DEFECTS: dict[str, tuple[Callable[[Layer], None], Callable[[Layer], None]]] = {
 """What happens to one layer after vLLM rounded it, and after the reload."""
 
 
-def outcome(worker: Any, weights: list[tuple[str, Tensor]], defect: str) -> str:
+def outcome(worker: Any, weights: Iterable[tuple[str, Tensor]], defect: str) -> str:
     """Push, with something wrong; return what the check said."""
     while_rounded, after_reload = DEFECTS[defect]
     model, reload = worker.model_runner.get_model(), worker.model_runner.reload_weights
@@ -167,6 +167,9 @@ def main() -> None:
     found = {
         "pushes": {defect: outcome(worker, sent, defect) for defect in DEFECTS},
         "changed on the way": changed_on_the_way(worker, sent),
+        # Each layer of several tensors gets some of them, and those are wrong.
+        "broken off": outcome(worker, breaking_off([(name, -tensor) for name, tensor in sent[::2]]), "none"),
+        "none after a broken one": outcome(worker, sent, "none"),
         "rounding": errors_of_rounding(),
         "gpus": gpus(),
     }

@@ -34,6 +34,7 @@ from tests.ports import server_port
 
 PASSED = "passed"
 OTHERS = "others"
+BROKEN = "broken off"
 NUM_TOKENS = 20
 
 
@@ -50,9 +51,19 @@ def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
         "no attention": [(name, tensor) for name, tensor in sent if "self_attn.o_proj" not in name],
         "no biases of routers": [(name, tensor) for name, tensor in sent if "e_score_correction_bias" not in name],
         "all again": sent,
-        # Last, because some loaders raise another error, and their model is incomplete then.
+        # Each layer of several tensors gets some of them, and those are wrong.
+        BROKEN: [(name, -tensor) for name, tensor in sent[::2]],
+        "all after a broken one": sent,
+        # Some loaders raise another error for it, in the middle of the push.
         "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],
+        "all at last": sent,
     }
+
+
+def breaking_off(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, and then fail as a push does whose sender exited."""
+    yield from weights
+    raise WeightSyncError(BROKEN)
 
 
 def is_second_matrix(name: str) -> bool:
@@ -72,10 +83,10 @@ def worker_of(config: VllmConfig, model: nn.Module) -> WeightReceiverExtension:
     return worker
 
 
-def outcome(worker: WeightReceiverExtension, weights: list[tuple[str, Tensor]]) -> str:
+def outcome(worker: WeightReceiverExtension, weights: Iterator[tuple[str, Tensor]]) -> str:
     try:
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            worker._ppojob_reload(7, iter(weights))
+            worker._ppojob_reload(7, weights)
     except (WeightSyncError, ValueError, KeyError) as error:
         return str(error)
     return PASSED
@@ -100,7 +111,7 @@ def reloaded(path: str) -> dict[str, Any]:
     worker = worker_of(config, model)
     found: dict[str, dict[str, Any]] = {}
     for name, weights in pushes(path).items():
-        found[name] = {"says": outcome(worker, weights)}
+        found[name] = {"says": outcome(worker, breaking_off(weights) if name == BROKEN else iter(weights))}
         if found[name]["says"] == PASSED:
             found[name]["changed"] = changed(model, from_disk)
             found[name]["apart"] = apart(config, model, path, is_negative=name == OTHERS)

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
+from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.engines.train.model_fit import check_context, check_heads, check_vocabulary, context_length
+from ppojob_trainer.engines.train.model_fit import (
+    check_context,
+    check_heads,
+    check_quantization,
+    check_vocabulary,
+    context_length,
+)
 
 WORDS = ["<end>", "a", "b", "c"]
 
@@ -94,3 +101,25 @@ def test_a_rollout_size_divides_the_heads_and_key_heads_may_be_repeated() -> Non
     check_heads(config, "rollout.tensorParallelSize", 6)
     with pytest.raises(ModelMismatchError, match=r"rollout.tensorParallelSize 5 does not divide .* 12: use"):
         check_heads(config, "rollout.tensorParallelSize", 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (Qwen3MoeConfig(), "qwen3_moe is a mixture of experts, and only dense models are tested"),
+        (DeepseekV3Config(), "deepseek_v3 is a mixture of experts, and only dense models are tested"),
+        # Without experts, as dense families with the same attention are.
+        (DeepseekV3Config(n_routed_experts=0), r"deepseek_v3 has latent attention \(MLA, .*\), which is not tested"),
+    ],
+    ids=["experts", "both", "latent attention"],
+)
+def test_models_that_are_not_tested_in_fp8_are_refused_by_name(config: PretrainedConfig, what: str) -> None:
+    check_quantization(config, None)
+    with pytest.raises(
+        ModelMismatchError, match=rf"^rollout\.quantization FP8: {what}.*: remove rollout\.quantization$"
+    ):
+        check_quantization(config, Quantization.FP8)
+
+
+def test_dense_models_are_rounded_to_fp8() -> None:
+    check_quantization(LlamaConfig(), Quantization.FP8)

@@ -48,6 +48,8 @@ VARIANTS = {
     for name, pair in test_engine_families.FAMILIES.items()
     if FAMILIES[pair[0]].push is Support.TESTED and name not in LEFT_OUT
 }
+# The pushes of all weights, the last two after pushes that broke off.
+WHOLE = ("all", "all again", "all after a broken one", "all at last")
 WITH_EXPERTS = [name for name, (_, settings) in VARIANTS.items() if "num_experts_per_tok" in settings]
 
 
@@ -76,8 +78,8 @@ def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_push_leaves_what_vllm_reads_from_disk(reloaded: dict[str, Any], variant: str) -> None:
-    for push in ("all", "all again"):
-        assert (reloaded[variant][push]["says"], reloaded[variant][push]["changed"]) == ("passed", [])
+    for push in WHOLE:
+        assert (reloaded[variant][push]["says"], reloaded[variant][push]["changed"]) == ("passed", []), push
     # Otherwise the comparison would say nothing.
     others = reloaded[variant]["others"]
     assert others["says"] == "passed"
@@ -85,7 +87,7 @@ def test_a_push_leaves_what_vllm_reads_from_disk(reloaded: dict[str, Any], varia
 
 
 @pytest.mark.parametrize("variant", WITH_EXPERTS)
-@pytest.mark.parametrize("push", ["all", "others", "all again"])
+@pytest.mark.parametrize("push", [*WHOLE, "others"])
 def test_after_a_push_vllms_experts_compute_what_transformers_computes(
     reloaded: dict[str, Any], variant: str, push: str
 ) -> None:
@@ -94,7 +96,7 @@ def test_after_a_push_vllms_experts_compute_what_transformers_computes(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("push", ["all", "others", "all again"])
+@pytest.mark.parametrize("push", [*WHOLE, "others"])
 def test_after_a_push_the_head_has_the_pushed_weights(reloaded: dict[str, Any], variant: str, push: str) -> None:
     # A tied head on the CPU has a packed copy of the embedding.
     assert reloaded[variant][push]["head_apart"] < 1e-5
@@ -107,6 +109,7 @@ def test_a_push_that_leaves_something_out_fails(reloaded: dict[str, Any], varian
     assert "took 0 of 0 numbers; layers without all of their weights: model.embed_tokens, " in found["nothing"]
     assert "without all of their weights: model.layers.0.self_attn.o_proj, model.layers.1" in found["no attention"]
     assert found["a name too many"] != "passed"
+    assert found["broken off"] == "broken off"
 
 
 @pytest.mark.parametrize("variant", WITH_EXPERTS)

@@ -134,7 +134,10 @@ def test_wrong_columns_are_refused_before_the_weights_are_downloaded(hub: Hub, m
             r"t5 is not a causal language model of transformers: use a model of one of .* llama, qwen2",
         ),
         ({"model_type": "olmoe"}, "olmoe is a mixture of experts that is not supported"),
-        ({"attention_dropout": 0.1}, "llama has attention_dropout=0.1, which is not supported: use a model without it"),
+        (
+            {"attention_dropout": 0.1},
+            "llama has attention_dropout=0.1, which is not supported: use a model whose config.json",
+        ),
         ({"model_type": "no-such-family"}, "no-such-family"),
     ],
 )

@@ -50,12 +50,17 @@ def test_a_step_gives_reward_metrics_pools_and_time_left(progress: RunProgress, 
     assert report.first_step_time == "2023-11-14T22:13:50Z"
 
 
+def pushed(*, compared: int) -> dict[str, float]:
+    """Return the metrics of a push to two of the engines' GPUs."""
+    return {"comm_receivers/update_weights": 2.0, "comm_read_back/update_weights": float(compared)}
+
+
 STEP = {"staleness/oldest_version": 1.0, "staleness/max": 2.0, "overlap/idle_fraction": 0.12345}
 
 
 def test_the_checks_of_the_last_step(progress: RunProgress) -> None:
-    progress.record(3, {**STEP, "comm_read_back/update_weights": 2.0})
-    progress.record(4, {**STEP, "comm_read_back/update_weights": 0.0, "training/rollout_probs_diff_mean": 0.00012345})
+    progress.record(3, {**STEP, **pushed(compared=2)})
+    progress.record(4, {**STEP, **pushed(compared=0), "training/rollout_probs_diff_mean": 0.00012345})
 
     checks = progress.report().checks
 
@@ -69,8 +74,11 @@ def test_the_checks_of_the_last_step(progress: RunProgress) -> None:
     )
 
 
-def test_weights_that_were_never_read_back_are_not_called_compared(progress: RunProgress) -> None:
-    progress.record(1, {**STEP, "comm_read_back/update_weights": 0.0})
+@pytest.mark.parametrize("compared", [0, 1])
+def test_weights_that_not_all_engines_have_read_back_are_not_called_compared(
+    progress: RunProgress, compared: int
+) -> None:
+    progress.record(1, {**STEP, **pushed(compared=compared)})
 
     checks = progress.report().checks
 

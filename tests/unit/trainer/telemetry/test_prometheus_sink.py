@@ -22,6 +22,7 @@ def sink() -> Iterator[PrometheusSink]:
         ("val-core/score/mean", Series("ppojob_val_core_score_mean")),
         ("timing_s/update_actor", Series("ppojob_timing_s", {"phase": "update_actor"})),
         ("timing_per_token_ms/gen", Series("ppojob_timing_per_token_ms", {"phase": "gen"})),
+        ("comm_receivers/update_weights", Series("ppojob_comm_receivers", {"phase": "update_weights"})),
         ("comm_gb_per_s/update_weights", Series("ppojob_comm_gb_per_s", {"phase": "update_weights"})),
         ("comm_transport/actor/nvlink", Series("ppojob_comm_transport", {"who": "actor", "transport": "nvlink"})),
         ("perf/mfu/critic", Series("ppojob_perf_mfu", {"role": "critic"})),

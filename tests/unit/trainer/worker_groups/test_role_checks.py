@@ -98,7 +98,7 @@ def test_mixtures_are_refused_for_engines_in_fp8(tmp_path: Path) -> None:
         ("spec", "algorithm"): {"rolloutCorrection": {"method": "Truncate"}},
     }
     mixture = save_tiny_experts(tmp_path)
-    with pytest.raises(ModelMismatchError, match=r"rollout\.quantization FP8: qwen3_moe is a mixture of .*: remove it"):
+    with pytest.raises(ModelMismatchError, match=r"rollout\.quantization FP8: qwen3_moe is a mixture of .*: remove"):
         ActorWorker(CONTEXT, spec_of(mixture, given=fp8)).check()
 
 

@@ -31,6 +31,7 @@ from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
     SCHEDULER,
+    WORKER_FAILURE,
     Capacity,
     RolloutOptions,
     SamplingOptions,
@@ -46,6 +47,9 @@ from ppojob_trainer.engines.weights.receipts import Receipt
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
+_SHARE_OF_A_PUSH: Final = 0.5
+"""Of the time limit of a phase. The rest is for the push to the other engines, if one of this engine's workers waits
+for another one that failed: vLLM reduces over the workers while it rounds weights."""
 _NO_UPDATE: Final = "default"
 """vLLM's label of the weights that it loaded at its start."""
 
@@ -62,6 +66,8 @@ class RolloutEngine:
         self._num_running = 0
         self._is_asleep = False
         self._has_weights = True
+        self._loss: str | None = None
+        """Why vLLM's processes cannot be used any more, though they run."""
         # vLLM labels a response with the number of the update that it ended after: the position in this list.
         self._versions = [self.weights_version]
         self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
@@ -177,23 +183,25 @@ class RolloutEngine:
     async def update_weights(self, version: int) -> list[Receipt]:
         """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
-        If weights may change in flight, vLLM stays paused after a failure: its weights may be of two versions.
+        After a failure, the weights may be of two versions: the engine refuses to generate until the next push is
+        complete. If weights may change in flight, vLLM stays paused until `resume`.
 
         Raises:
             RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
                 failed.
-            EngineLostError: the engine exited.
+            EngineLostError: the engine exited, or a worker neither got the weights nor failed in half of
+                `timeout_seconds` of the options.
         """
         if self.options.updates_in_flight:
             await self._pause()
         else:
             self._refuse_while_running("weights cannot change under them")
-        receipts = await self._workers("ppojob_receive_weights", version)
+        self._has_weights = False
+        limit_s = _SHARE_OF_A_PUSH * self.options.timeout_seconds
+        receipts = await self._workers("ppojob_receive_weights", version, limit_s=limit_s)
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         self.weights_version, self._has_weights = version, True
-        if self.options.updates_in_flight:
-            await self._resume(version)
         return [Receipt(**{**receipt, "checksums": tuple(receipt["checksums"])}) for receipt in receipts]
 
     async def _pause(self) -> None:
@@ -203,9 +211,13 @@ class RolloutEngine:
         except EngineDeadError as error:
             raise EngineLostError(f"vLLM's engine exited before it paused: {error}") from error
 
-    async def _resume(self, version: int) -> None:
-        """Continue with new weights."""
-        self._versions.append(version)
+    async def resume(self) -> None:
+        """Continue with the weights that `update_weights` loaded in flight, after the receipts have been compared.
+
+        Raises:
+            EngineLostError: the engine exited.
+        """
+        self._versions.append(self.weights_version)
         try:
             await self._running().update_weight_version(str(len(self._versions) - 1))
             await self._running().resume_generation()
@@ -238,8 +250,10 @@ class RolloutEngine:
         """Find out whether the engine still runs.
 
         Raises:
-            EngineLostError: one of its processes exited.
+            EngineLostError: one of its processes exited, or did not answer in time.
         """
+        if self._loss is not None:
+            raise EngineLostError(self._loss)
         if self._running().errored:
             raise EngineLostError("vLLM's engine exited while it was idle")
 
@@ -284,18 +298,24 @@ class RolloutEngine:
         counts = record.get(TOKENS_AT_UPDATES, [])
         return versions_of_tokens(len(completion.token_ids), counts, self._versions[: number + 1])
 
-    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+    async def _workers(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+        limit_s = self.options.timeout_seconds if limit_s is None else limit_s
         try:
-            results: list[Any] = await asyncio.wait_for(
-                self._running().collective_rpc(method, args=arguments), self.options.timeout_seconds
-            )
+            results: list[Any] = await asyncio.wait_for(self._running().collective_rpc(method, args=arguments), limit_s)
         except TimeoutError as error:
-            raise RolloutError(
-                f"vLLM's workers did not finish {method} within {self.options.timeout_seconds:g} s"
-            ) from error
+            # vLLM would take a late answer for that of the next call.
+            self._loss = (
+                f"vLLM's {self.options.tensor_parallel_size} workers did not all finish {method} within {limit_s:g} s, "
+                "so this engine is given up: one of them waits, or failed while another waits for it; this role's log "
+                "has the error"
+            )
+            raise EngineLostError(self._loss) from error
         except Exception as error:
             # vLLM passes a worker's failure on as a plain Exception with the worker's message.
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
+        for number, result in enumerate(results):
+            if isinstance(result, dict) and WORKER_FAILURE in result:
+                raise RolloutError(f"vLLM's worker {number} failed in {method}: {result[WORKER_FAILURE]}")
         return results
 
     def _refuse_while_running(self, what: str) -> None:
@@ -304,7 +324,10 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         if self._is_asleep or not self._has_weights:
-            raise RolloutError("the engine released its weights when it slept: wake it and push weights first")
+            raise RolloutError(
+                "the engine has no weights: it released them when it slept, or the last push broke off; wake it and "
+                "push weights first"
+            )
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

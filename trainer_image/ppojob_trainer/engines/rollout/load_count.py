@@ -53,7 +53,10 @@ def counted_load(model: nn.Module, version: int, *, is_whole: bool) -> Iterator[
     finally:
         del model.load_weights
     if not loads:
-        raise WeightSyncError(f"version {version} of the weights was not loaded into vLLM's {type(model).__name__}")
+        raise WeightSyncError(
+            f"vLLM did not call the loader of its {type(model).__name__} for version {version} of the weights: report "
+            "this with the model's config.json"
+        )
     for counted in loads:
         counted.check(version, is_whole=is_whole)
 
@@ -98,8 +101,9 @@ class _Load:
         layers = f"; layers without all of their weights: {', '.join(incomplete[:_SHOWN])}{more}" if incomplete else ""
         raise WeightSyncError(
             f"vLLM's model does not hold version {version} of the weights, though all of it arrived: its loader for "
-            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. Use a family whose "
-            "push to vLLM is tested (docs/support-matrix.md), and report this with the model's config.json"
+            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. Set "
+            "spec.model.actor.path to a model of a family whose push to vLLM is tested (docs/support-matrix.md), and "
+            "report this with the config.json of the present one"
         )
 
     def _not_copied(self) -> list[str]:

@@ -25,6 +25,8 @@ GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
 """Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""
+WORKER_FAILURE: Final = "ppojob_failure"
+"""Key of the message in what a worker of vLLM returns instead of raising; see the worker extension."""
 VLLM_QUANTIZATION: Final[Mapping[Quantization, str]] = {Quantization.FP8: "fp8_per_channel"}
 """Name of vLLM's online quantization: vLLM loads bfloat16 and rounds it. A scale for each output of a layer and one for
 each token: of vLLM's three FP8 formats, the one whose kernels are in its package and need no compiler at run time."""

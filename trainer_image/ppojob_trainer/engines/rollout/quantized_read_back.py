@@ -5,9 +5,10 @@ vLLM reloads a layer in three steps, and each is compared at the layer itself:
     received ── loaded in bfloat16 ── rounded to FP8 with scales ── copied to where the kernels read
              1                     2                             3
 
-1: the sum of all bit patterns, as `read_back` does; 2: each weight, within the rounding error of the format; 3: the bit
-patterns of each layer. So a layer that got no weights, those of another layer, or other scales is found. A difference
-that the format rounds away is none. Called by the worker extension at the first and each tenth push.
+1: the sum of all bit patterns, as `read_back` does, and as there of the boxes that this GPU's loaders read; 2: each
+weight, within the rounding error of the format; 3: the bit patterns of each layer. So a layer that got no weights,
+those of another layer, or other scales is found. A difference that the format rounds away is none. Called by the worker
+extension at the first and each tenth push.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def check_gpu(quantization: Quantization) -> None:
         return
     raise EngineArgumentError(
         f"spec.rollout.quantization {quantization}: {current_platform.get_device_name()} has no FP8 units: use GPUs of "
-        "compute capability 8.9 or later (Ada, Hopper, Blackwell) in the pools of placement.rollout, or remove it"
+        "compute capability 8.9 or later (Ada, Hopper, Blackwell) in the pools of spec.placement.rollout, or remove "
+        "spec.rollout.quantization"
     )
 
 
@@ -92,10 +94,14 @@ class QuantizedReadBack:
         self._worst: dict[str, Tensor] = {}
 
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) unchanged, and add up the tensors as vLLM loads them: in bfloat16."""
+        """Yield (name, tensor) unchanged, and add up the tensors."""
         for name, tensor in tensors:
-            self._came.append(bits_of(tensor.to(torch.bfloat16)))
+            self.add(tensor)
             yield name, tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Add up numbers that belong into the model, as vLLM loads them: in bfloat16."""
+        self._came.append(bits_of(tensor.to(torch.bfloat16)))
 
     def observing(self, name: str, process: Callable[[_Layer], None]) -> Callable[[_Layer], None]:
         """Return vLLM's function that rounds a layer, with a comparison of its weights before and after."""
@@ -109,24 +115,27 @@ class QuantizedReadBack:
 
         return processed
 
-    def check(self, *, is_whole: bool) -> bool:
+    def check(self, *, are_all_known: bool) -> bool:
         """Compare; return whether the whole model was compared. Waits for the device.
 
         Args:
-            is_whole: the model is not divided over GPUs, so it has the bit patterns that came.
+            are_all_known: what was added are the numbers that belong into the model, each once.
 
         Raises:
             WeightSyncError: some layer does not have the weights that came, as exactly as the format allows.
         """
         for name, layer in self.layers.items():
             if name not in self._rounded:
-                self._refuse(f"layer {name} was not quantized again")
+                self._refuse(f"the weights of layer {name} were not rounded in this push, so it has older ones")
             # Not a number is no small error either.
             if not (worst := float(self._worst[name])) <= 1:
-                self._refuse(f"the weights of layer {name} are up to {worst:.3g} times FP8's rounding error off")
+                self._refuse(
+                    f"a weight of layer {name} differs from the received one by {worst:.3g} times the largest error of "
+                    "rounding to FP8"
+                )
             if int(_bits_of_layer(layer)) != int(self._rounded[name]):
-                self._refuse(f"layer {name} computes with other weights than those that were quantized for it")
-        if not is_whole:
+                self._refuse(f"layer {name} computes with other weights than those that were rounded for it")
+        if not are_all_known:
             return False
         held = int(total_of([*self._loaded.values(), *self._bits_of_others()]))
         if held != (came := int(total_of(self._came))):
@@ -142,7 +151,7 @@ class QuantizedReadBack:
     def _refuse(self, what: str) -> None:
         raise WeightSyncError(
             f"vLLM's {type(self._model).__name__} does not hold version {self._version} of the weights in FP8, though "
-            f"all of it arrived: {what}. Remove rollout.quantization, and report this with the model's config.json"
+            f"all of it arrived: {what}. Remove spec.rollout.quantization, and report this with the model's config.json"
         )
 
 

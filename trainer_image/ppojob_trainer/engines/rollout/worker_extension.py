@@ -7,14 +7,18 @@ only packed copies, and `load_weights` finds empty parameters). Both keep addres
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
 A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`).
+
+Failures of the connection and of a push are returned, not raised: vLLM 0.32 stops to read the answers of an engine's
+workers at the first one that failed, and would take the others' for answers to the next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, TypeAlias
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 from torch import nn
@@ -23,9 +27,15 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
+from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
@@ -35,7 +45,24 @@ from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
 
+logger = logging.getLogger(__name__)
+
 Boxes: TypeAlias = dict[str, tuple[Box, ...]]
+P = ParamSpec("P")
+
+
+def returns_failures(method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+    """Let a method return its error's message instead of raising it, as {WORKER_FAILURE: message}."""
+
+    @wraps(method)
+    def answered(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return {WORKER_FAILURE: f"{error}" or type(error).__name__}
+
+    return answered
 
 
 class WeightReceiverExtension:
@@ -56,6 +83,7 @@ class WeightReceiverExtension:
         if not self.use_v2_model_runner:
             record_experts(self.model_runner)
 
+    @returns_failures
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.
 
@@ -69,6 +97,7 @@ class WeightReceiverExtension:
         self.ppojob_receiver = WeightReceiver(WeightLink(**link), number, self.device)
         return self.ppojob_receiver.transports()
 
+    @returns_failures
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary."""
         receiver = self.ppojob_receiver
@@ -113,23 +142,26 @@ class WeightReceiverExtension:
 
     def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[bool, Boxes | None]:
         """Have vLLM round weights to its format, and compare them; return what `_ppojob_load` returns."""
-        is_whole, boxes = self._ppojob_is_whole(), None
-        with read_back_quantized(self.model_runner.get_model(), version) as read_back:
-            if is_whole:
+        model = self.model_runner.get_model()
+        with read_back_quantized(model, version) as read_back:
+            if self._ppojob_is_whole():
                 self._ppojob_reload(version, read_back.passing(tensors))
-            else:
-                with LoaderReads() as reads:
-                    self._ppojob_reload(version, reads.passing(tensors))
-                boxes = reads.boxes()
-        return read_back.check(is_whole=is_whole), boxes
+                return read_back.check(are_all_known=True), None
+            with LoaderReads(read_back.add) as reads:
+                self._ppojob_reload(version, reads.passing(tensors))
+            return read_back.check(are_all_known=reads.are_exact(model)), reads.boxes()
 
     def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load weights by vLLM's own means, and count what was loaded."""
+        """Load weights by vLLM's own means, and count them. After any error, the next whole push loads correctly."""
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             forget_expert_kernels(model)
-        with counted_load(model, version, is_whole=self._ppojob_is_whole()):
-            self.model_runner.reload_weights(weights_iterator=tensors)
+        try:
+            with counted_load(model, version, is_whole=self._ppojob_is_whole()):
+                self.model_runner.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            abandon_reload(model)
+            raise
         if self.device.type == "cpu":
             pack_tied_heads(model)
 
@@ -152,6 +184,25 @@ def keeps_weights_as_they_come(model: nn.Module) -> bool:
         and (type(module) is Attention or not hasattr(module, "process_weights_after_loading"))
         for module in model.modules()
     )
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """Drop what vLLM keeps of a reload that broke off, so that the next reload begins with empty layers.
+
+    vLLM's state of a reload (`model_loader.reload`, vLLM 0.32) outlives the exception. Its next reload would add to the
+    tensors of a half-filled layer and take the layer for complete too early: some loaders then fail, others drop the
+    last tensors without a message. Layers get back the tensors that the kernels read, as in vLLM's own
+    `finalize_layerwise_processing`. The model then has weights of two versions until it is reloaded.
+    """
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        # None: the layer is complete, or the reload broke off before it came to it.
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()  # type: ignore[no-untyped-call]
+    LOADING_LAYERS.clear()
 
 
 def forget_expert_kernels(model: nn.Module) -> None:

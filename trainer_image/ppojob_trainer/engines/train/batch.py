@@ -138,8 +138,9 @@ class MicroBatchPlan:
 def num_passes(lengths: Sequence[int], max_tokens: int, ranks: int = 1, virtual: int = 1) -> int:
     """Return how many micro-batches a rank's sequences need.
 
-    As far as there are sequences, a pipeline has at least as many as ranks, for 1F1B; one whose ranks have several
-    stages has a multiple of the ranks, because a rank computes as many in one stage before it goes to the next one.
+    A pipeline needs at least one for each rank (1F1B). If each rank has several stages, the number is a multiple of the
+    ranks, because a rank computes that many micro-batches in one stage before it changes to its next one. With fewer
+    sequences than that, there are as many micro-batches as sequences.
 
     Args:
         ranks: of a pipeline. virtual: stages of each rank.

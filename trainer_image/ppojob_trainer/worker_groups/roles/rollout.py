@@ -255,6 +255,11 @@ class RolloutWorker:
         return self._wait(self._engine.update_weights(version))
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
+    def resume(self) -> None:
+        """Continue with weights that were loaded in flight; their receipt has been compared."""
+        self._wait(self._engine.resume())
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Release the GPU's memory."""
         self._wait(self._engine.sleep())

@@ -1,7 +1,10 @@
 """Weight transfer: the actor's ranks send the policy's weights, the replicas receive them, and both are compared.
 
-    admit new engines ─ find lost ones ─ wait if none is left ─┬─ connect, if they are others ─ send ─ verify
+    admit new engines ─ find lost ones ─ wait if none is left ─┬─ connect, if they are others ─ send ─ verify ─ resume
                                                                ◀── an engine was lost meanwhile ──┘
+
+Engines that got the weights in flight resume when their receipts have been compared: no sample continues with weights
+that are not the actor's. That costs one call without data, while the engines are paused.
 
 NCCL's and gloo's groups can neither lose nor gain a member, so all connections are opened again for other engines.
 """
@@ -53,6 +56,7 @@ class WeightsGroup:
         self._neighbours = neighbours
         self._rollouts = rollouts
         self._device = spec.device
+        self._are_in_flight = spec.schedule.updates_in_flight
         self._plans = self._link_plans()
         self._connected: list[list[int]] | None = None
         """The ranks of each pool's engines that are connected. None: nothing is, or a push has failed."""
@@ -127,7 +131,8 @@ class WeightsGroup:
         comm_mb/update_weights: data that all senders sent, in MB (1e6 bytes).
         comm_s/...: seconds of the transfer, without waking the engines up.
         comm_gb_per_s/...: rate at which one of vLLM's GPUs receives: a whole model, or its part of one.
-        comm_read_back/...: number of vLLM's GPUs whose parameters were compared with the weights after loading.
+        comm_receivers/...: number of vLLM's GPUs that got the weights.
+        comm_read_back/...: of these, those whose parameters were compared with the weights after loading.
 
         Raises:
             WeightSyncError: a replica has other weights than the actor.
@@ -195,7 +200,7 @@ class WeightsGroup:
         raise AssertionError("the last try returns or raises")
 
     async def _sent(self, version: int) -> dict[str, float]:
-        """Send the weights to all engines, and compare them."""
+        """Send the weights to all engines, compare them, and let engines that were paused for them continue."""
         if self._connected != self._members():
             await self._connect()
         rollouts = [rollout for rollout, _ in self._receiving()]
@@ -216,7 +221,10 @@ class WeightsGroup:
             receipt = next(receipts_of_rank[plan.sender_rank])
             sizes.append(receipt.num_bytes)
             verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
+        if self._are_in_flight:
+            await asyncio.gather(*(rollout.group.call(RolloutWorker.resume) for rollout in rollouts))
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": max(sizes) / 1e9 / seconds}
+        moved["receivers"] = float(len(receipt_of))
         moved["read_back"] = float(sum(receipt.is_read_back for receipt in receipt_of.values()))
         return moved
 

@@ -58,8 +58,9 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         _refuse_family(config)
     elif num_experts(config) is not None and not type(config).__module__.startswith("transformers.models."):
         raise ModelUnsupportedError(
-            f"{config.model_type} in {config.name_or_path} comes with code of its own, whose experts no test compares: "
-            "set trustRemoteCode to false, so that the code of transformers is used"
+            f"model path {config.name_or_path}: its {config.model_type} comes with code of its own, and no test "
+            "compares the experts of such code: set trustRemoteCode to false in the model's section of spec.model, so "
+            "that the code of transformers is used"
         )
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
@@ -80,7 +81,7 @@ def _refuse_of_family(config: PretrainedConfig) -> None:
     for name, computed in _OF_FAMILY.get(config.model_type, {}).items():
         if (value := getattr(config, name, None)) not in computed:
             raise ModelUnsupportedError(
-                f"{config.model_type} has {name}={value}, which trainer and vLLM do not compute alike: use a model "
+                f"{config.model_type} has {name}={value}, which trainer and vLLM compute differently: use a model "
                 f"whose config.json has {name}={computed[0]}"
             )
 
@@ -102,4 +103,6 @@ def _refuse_family(config: PretrainedConfig) -> None:
 
 
 def _refused(config: PretrainedConfig, what: str) -> ModelUnsupportedError:
-    return ModelUnsupportedError(f"{config.model_type} has {what}, which is not supported: use a model without it")
+    return ModelUnsupportedError(
+        f"{config.model_type} has {what}, which is not supported: use a model whose config.json does not have it"
+    )

@@ -145,8 +145,10 @@ def _kept_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def _layers(language_model: nn.Module) -> dict[str, FSDPModule]:
-    """Return which layer to gather for a parameter, or is gathered when a buffer's turn comes; none where there are
-    adapters, which FSDP would round."""
+    """Return the FSDP module that must be gathered for each parameter and buffer, by the tensor's name.
+
+    Empty for a model with adapters: FSDP would round them to the dtype of its computation.
+    """
     found: dict[str, FSDPModule] = {}
     if any(is_adapter(name) for name, _ in language_model.named_parameters()):
         return found
