@@ -96,6 +96,11 @@ class Scene:
     version: int = 0
 
     async def push(self, model: Any) -> None:
+        await self.update(model)
+        await self.engine.resume()
+
+    async def update(self, model: Any) -> None:
+        """Push the weights of a model; the engine stays paused."""
         from ppojob_trainer.engines.weights.receipts import verify
 
         self.version += 1
@@ -103,14 +108,17 @@ class Scene:
         sending = asyncio.to_thread(self.sender.push, self.version)
         [sent], received = await asyncio.gather(sending, self.engine.update_weights(self.version))
         verify(sent, received)
-        await self.engine.resume()
 
     async def generate(self) -> list[Any]:
         found: list[Any] = await self.engine.generate(PROMPTS, SEEDS, SAMPLING)
         return found
 
-    async def break_off(self, model: Any) -> list[str]:
-        """Push the weights of a model until the sender fails; connect again; return what the engine says."""
+    async def break_off(self, model: Any) -> tuple[list[str], asyncio.Task[Any]]:
+        """Push the weights of a model until the sender fails, generate, and connect again.
+
+        Returns:
+            What sender and engine say, and the generation, which waits for weights.
+        """
         from ppojob_trainer.engines.errors import RolloutError
 
         self.sender.close()
@@ -122,19 +130,23 @@ class Scene:
         except ConnectionError as error:
             says.append(str(error))
         self.sender.close()
-        for failing in (updating, self.generate()):
-            try:
-                await failing
-            except RolloutError as error:
-                says.append(str(error))
+        try:
+            await updating
+        except RolloutError as error:
+            says.append(str(error))
+        generating = asyncio.create_task(self.generate())
         self.sender = await connected(self.engine, self.source)
-        return says
+        return says, generating
 
-    async def interrupted(self, model: Any, seconds: float) -> tuple[list[Any], list[Any]]:
+    async def interrupted(
+        self, model: Any, seconds: float, *, is_repeated: bool = False
+    ) -> tuple[list[Any], list[Any]]:
         """Push other weights in the middle of a generation, and generate the same samples again, at once.
 
         Args:
+            model: has the weights.
             seconds: how long the generation takes alone.
+            is_repeated: push twice before the engine continues, as when another engine is lost in the first push.
 
         Returns:
             The responses that were interrupted, and those that began after the push while the others were unfinished.
@@ -143,6 +155,8 @@ class Scene:
             await self.push(self.old)
             generating = asyncio.create_task(self.generate())
             await asyncio.sleep(seconds * (1 + number) / (_TRIES + 1))
+            if is_repeated:
+                await self.update(model)
             await self.push(model)
             is_unfinished = not generating.done()
             after = await self.generate()
@@ -220,7 +234,7 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     seen["accepted drafts"] = Drafts.total(one.drafts for one in first).num_accepted
     same, _ = await scene.interrupted(old, seconds)
     seen["same weights"] = [plain(one) for one in same]
-    changed, after = await scene.interrupted(new, seconds)
+    changed, after = await scene.interrupted(new, seconds, is_repeated=True)
     seen["other weights"], seen["after"] = [plain(one) for one in changed], [plain(one) for one in after]
     seen["differences"] = [
         {how: largest(one.log_probs, theirs) for how, theirs in expected(scene, one).items()} for one in changed
@@ -228,9 +242,11 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     whole = [log_probs(new, [*PROMPTS[0], *one.token_ids])[0][len(PROMPTS[0]) - 1 :] for one in after]
     seen["difference after"] = max(largest(one.log_probs, theirs) for one, theirs in zip(after, whole, strict=True))
     seen["alone with new"] = [plain(one) for one in await scene.generate()]
-    seen["broken off"] = await scene.break_off(old)
+    seen["broken off"], waiting = await scene.break_off(old)
+    done, _ = await asyncio.wait([waiting], timeout=seconds)
+    seen["waits"] = not done
     await scene.push(new)
-    seen["after a broken push"] = [plain(one) for one in await scene.generate()]
+    seen["after a broken push"] = [plain(one) for one in await waiting]
     scene.sender.close()
     await engine.shutdown()
     return seen

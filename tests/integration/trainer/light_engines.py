@@ -45,6 +45,8 @@ def response_of(seed: int, weights: float) -> list[int]:
 class LightEngine:
     """See `engines.rollout.engine.RolloutEngine`: of it what `RolloutWorker` calls."""
 
+    loss: str | None = None
+
     def __init__(self, rank: int) -> None:
         self._rank, self._weights = rank, 0.0
         self._receiver: WeightReceiver | None = None

@@ -42,7 +42,7 @@ _MAX_BARS = 60
 _LINE_STYLES = ("-", "--", ":", "-.")
 _ACROSS = 3
 _LIMIT_COLOR = "#c0392b"
-_HEALTHY_GAP = 0.005
+_HEALTHY_GAP = 0.02
 """Above it docs/watching-a-run.md and the chart's alert ask for the cause."""
 
 

@@ -29,6 +29,7 @@ class Engine:
     failure: Exception = field(default_factory=lambda: EngineLostError("vLLM's engine exited"))
     waiting: dict[int, asyncio.Event] = field(default_factory=dict)
     samplings: list[str] = field(default_factory=list)
+    loss: str | None = None
 
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: Any
@@ -132,6 +133,18 @@ def test_a_failure_comes_after_everything_that_was_finished_before(replica: Repl
     assert replica.collect(2) == Collected((101,), cast("Any", [1]))
     with pytest.raises(EngineLostError, match="exited"):
         replica.collect(1)
+
+
+def test_an_engine_that_is_given_up_while_vllm_runs_is_lost_with_its_unfinished_responses(replica: Replica) -> None:
+    replica.give([1, 2])
+    replica.engine.finish(1)
+    assert replica.collect(2) is None
+    replica.engine.loss = "a worker waits for another one"
+
+    assert replica.collect(2) == Collected((101,), cast("Any", [1]))
+    for _ in range(2):
+        with pytest.raises(EngineLostError, match="a worker waits"):
+            replica.collect(1)
 
 
 @pytest.mark.parametrize(

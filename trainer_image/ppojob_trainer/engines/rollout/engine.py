@@ -48,8 +48,8 @@ from ppojob_trainer.engines.weights.receipts import Receipt
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
 _SHARE_OF_A_PUSH: Final = 0.5
-"""Of the time limit of a phase. The rest is for the push to the other engines, if one of this engine's workers waits
-for another one that failed: vLLM reduces over the workers while it rounds weights."""
+"""Of the time limit of a phase, for engines whose workers reduce over each other while they round weights: one of them
+may wait for another one that failed. The rest is for a push to the other engines."""
 _NO_UPDATE: Final = "default"
 """vLLM's label of the weights that it loaded at its start."""
 
@@ -184,23 +184,27 @@ class RolloutEngine:
         """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
         After a failure, the weights may be of two versions: the engine refuses to generate until the next push is
-        complete. If weights may change in flight, vLLM stays paused until `resume`.
+        complete. If weights may change in flight, vLLM stays paused until `resume`, and requests wait.
 
         Raises:
             RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
                 failed.
-            EngineLostError: the engine exited, or a worker neither got the weights nor failed in half of
-                `timeout_seconds` of the options.
+            EngineLostError: the engine exited, or a worker neither got the weights nor failed in `timeout_seconds` of
+                the options; in half of them, if the workers round weights together.
         """
         if self.options.updates_in_flight:
             await self._pause()
         else:
             self._refuse_while_running("weights cannot change under them")
         self._has_weights = False
-        limit_s = _SHARE_OF_A_PUSH * self.options.timeout_seconds
+        rounds_together = self.options.quantization is not None and self.options.tensor_parallel_size > 1
+        limit_s = self.options.timeout_seconds * (_SHARE_OF_A_PUSH if rounds_together else 1.0)
         receipts = await self._workers("ppojob_receive_weights", version, limit_s=limit_s)
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
+        if self.options.updates_in_flight:
+            # vLLM's record of each unfinished response has an entry for each update, also for one that is repeated.
+            self._versions.append(version)
         self.weights_version, self._has_weights = version, True
         return [Receipt(**{**receipt, "checksums": tuple(receipt["checksums"])}) for receipt in receipts]
 
@@ -217,7 +221,6 @@ class RolloutEngine:
         Raises:
             EngineLostError: the engine exited.
         """
-        self._versions.append(self.weights_version)
         try:
             await self._running().update_weight_version(str(len(self._versions) - 1))
             await self._running().resume_generation()
@@ -245,6 +248,11 @@ class RolloutEngine:
             return
         await self._running().wake_up(tags=None if part is None else [part])
         self._is_asleep = part == "weights"
+
+    @property
+    def loss(self) -> str | None:
+        """Why this engine was given up while vLLM's processes run, so that its streams end with no error."""
+        return self._loss
 
     def check(self) -> None:
         """Find out whether the engine still runs.
@@ -303,11 +311,11 @@ class RolloutEngine:
         try:
             results: list[Any] = await asyncio.wait_for(self._running().collective_rpc(method, args=arguments), limit_s)
         except TimeoutError as error:
-            # vLLM would take a late answer for that of the next call.
+            # vLLM waits for all of its workers, so it would answer no later call.
             self._loss = (
-                f"vLLM's {self.options.tensor_parallel_size} workers did not all finish {method} within {limit_s:g} s, "
-                "so this engine is given up: one of them waits, or failed while another waits for it; this role's log "
-                "has the error"
+                f"vLLM's workers ({self.options.tensor_parallel_size}) did not all finish {method} within "
+                f"{limit_s:g} s, so this engine is given up: this role's log has the error if one of them failed; if "
+                "the transfer is only slow, raise trainer.phaseTimeoutSeconds"
             )
             raise EngineLostError(self._loss) from error
         except Exception as error:
@@ -323,7 +331,8 @@ class RolloutEngine:
             raise RolloutError(f"{self._num_running} responses are being generated: {what}")
 
     def _check_ready(self) -> None:
-        if self._is_asleep or not self._has_weights:
+        # In flight, vLLM is paused from the beginning of a push until all of it has arrived, and requests wait.
+        if self._is_asleep or not (self._has_weights or self.options.updates_in_flight):
             raise RolloutError(
                 "the engine has no weights: it released them when it slept, or the last push broke off; wake it and "
                 "push weights first"

@@ -224,7 +224,7 @@ def rollout_difference(batch: DataProto, ranks: Ranks) -> dict[str, float]:
     """Return metrics of the difference between the rollout engine's token probabilities and the trainer's. Collective.
 
     verl's `training/rollout_probs_diff_*`: mean, maximum and standard deviation of |exp(rollout) - exp(trainer)|. A
-    mean above 0.005 indicates that the engines do not compute the same model.
+    mean above 0.02 indicates that the engines do not compute the same model.
     """
     mask = batch.ragged(Keys.RESPONSE_MASK).values
     rollout, trainer = batch.ragged(Keys.ROLLOUT_LOG_PROBS).values, batch.ragged(Keys.OLD_LOG_PROBS).values

@@ -192,8 +192,10 @@ class RolloutWorker:
             try:
                 one = drawn.finished.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                # They stay, because a part costs each of its readers a fetch.
-                return None
+                if self._engine.loss is None:
+                    # They stay, because a part costs each of its readers a fetch.
+                    return None
+                one = EngineLostError(self._engine.loss)
             if isinstance(one, Exception):
                 if not found:
                     raise self._explained(one)

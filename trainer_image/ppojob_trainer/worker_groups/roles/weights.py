@@ -84,7 +84,9 @@ class WeightsGroup:
         return found
 
     async def _connect(self) -> list[Transports]:
-        self._plans, self._connected = self._link_plans(), None
+        # An engine that is lost from here on is noticed by the next push, because the members are others then.
+        self._plans, self._connected, members = self._link_plans(), None, self._members()
+        connecting_to = self._receiving()
         plans_of = [[plan for plan in self._plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
         links_of = await self._actor.call(ActorWorker.open_weights, plans_of)
         places: dict[int, tuple[WeightLink, int]] = {}
@@ -95,11 +97,11 @@ class WeightsGroup:
             rollout.group.call(
                 RolloutWorker.connect_weights, [[places[worker] for worker in workers] for workers in replicas]
             )
-            for rollout, replicas in self._receiving()
+            for rollout, replicas in connecting_to
         )
         connecting = self._actor.call(ActorWorker.connect_weights)
         senders, groups = await asyncio.gather(connecting, asyncio.gather(*receiving))
-        self._connected = self._members()
+        self._connected = members
         return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
 
     def _link_plans(self) -> list[LinkPlan]:
@@ -203,7 +205,9 @@ class WeightsGroup:
         """Send the weights to all engines, compare them, and let engines that were paused for them continue."""
         if self._connected != self._members():
             await self._connect()
-        rollouts = [rollout for rollout, _ in self._receiving()]
+        # A generation may find a loss while this one waits.
+        receiving = self._receiving()
+        rollouts = [rollout for rollout, _ in receiving]
         started = time.perf_counter()
         received = (rollout.group.call(RolloutWorker.update_weights, version) for rollout in rollouts)
         sending = self._actor.call(ActorWorker.push_weights, version)
@@ -211,7 +215,7 @@ class WeightsGroup:
         seconds = time.perf_counter() - started
         receipt_of: dict[int, Receipt] = {
             worker: receipt
-            for (_, replicas), answers in zip(self._receiving(), receipts, strict=True)
+            for (_, replicas), answers in zip(receiving, receipts, strict=True)
             for workers, receipts_of_workers in zip(replicas, answers, strict=True)
             for worker, receipt in zip(workers, receipts_of_workers, strict=True)
         }
