@@ -94,6 +94,8 @@ class Scene:
     old: Any
     new: Any
     version: int = 0
+    pushed: tuple[int, int] = (0, 0)
+    """The versions of the weights before and after the interruption of a generation."""
 
     async def push(self, model: Any) -> None:
         await self.update(model)
@@ -153,11 +155,13 @@ class Scene:
         """
         for number in range(_TRIES):
             await self.push(self.old)
+            before_it = self.version
             generating = asyncio.create_task(self.generate())
             await asyncio.sleep(seconds * (1 + number) / (_TRIES + 1))
             if is_repeated:
                 await self.update(model)
             await self.push(model)
+            self.pushed = before_it, self.version
             is_unfinished = not generating.done()
             after = await self.generate()
             before = await generating
@@ -233,8 +237,10 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     seen: dict[str, Any] = {"alone": [plain(one) for one in alone]}
     seen["accepted drafts"] = Drafts.total(one.drafts for one in first).num_accepted
     same, _ = await scene.interrupted(old, seconds)
+    seen["pushed"] = {"same weights": scene.pushed}
     seen["same weights"] = [plain(one) for one in same]
     changed, after = await scene.interrupted(new, seconds, is_repeated=True)
+    seen["pushed"]["other weights"] = scene.pushed
     seen["other weights"], seen["after"] = [plain(one) for one in changed], [plain(one) for one in after]
     seen["differences"] = [
         {how: largest(one.log_probs, theirs) for how, theirs in expected(scene, one).items()} for one in changed
