@@ -253,7 +253,7 @@ python-versions: install | $(filter .build/%,$(UV)) ## Install, import and test 
 	UV=$(abspath $(UV)) $(PYTHON) -m tools.release.pythons $(PYTHON_VERSIONS)
 
 .PHONY: test
-test: install ## Everything, in two lanes: what needs the cluster, and the rest; a table at the end.
+test: install ## Everything, two parts at a time; a table at the end.
 	$(PYTHON) -m tools.suite
 
 .PHONY: demo

@@ -8,7 +8,6 @@ def _spec(*place: Step) -> tuple[Step, ...]:
     return ("spec", *place)
 
 
-_STAGES = {_spec("actor", "pipelineParallelSize"): 2}
 BAD_ROUTING = (
     BadSpec(
         "recorded experts of prompts that are not kept",
@@ -58,20 +57,6 @@ BAD_ROUTING = (
         "spec.model.actor.compile",
         "set it to false",
         shows="True",
-    ),
-    BadSpec(
-        "recorded experts for the stages of a pipeline",
-        {**_STAGES, _spec("rollout"): {"routingReplay": True}},
-        "spec.actor.pipelineParallelSize",
-        "set it to 1, or set rollout.routingReplay: false",
-        shows="2",
-    ),
-    BadSpec(
-        "balanced experts of the stages of a pipeline",
-        {**_STAGES, _spec("actor", "routerAuxLossCoefficient"): 0.5},
-        "spec.actor.pipelineParallelSize",
-        "actor.routerAuxLossCoefficient to 0",
-        shows="2",
     ),
     BadSpec(
         "vLLM's argument for recorded experts",

@@ -7,6 +7,7 @@ languages of a rule, Python and CEL, must give the same answer. All of them star
 from typing import Any
 
 from tests.bad_algorithms import BAD_ALGORITHMS
+from tests.bad_batches import BAD_BATCHES
 from tests.bad_checkpoints import BAD_CHECKPOINTS
 from tests.bad_data import BAD_DATA
 from tests.bad_divisions import BAD_DIVISIONS
@@ -122,12 +123,7 @@ BAD_SPECS = (
     BadSpec("schedule that does not exist", {_spec("schedule"): {"mode": "Fast"}},
             "spec.schedule.mode", "'Serial'", shows="'Fast'"),
     # Sizes.
-    BadSpec("actor's mini batch does not divide", {_spec("actor", "miniBatchSize"): 6},
-            "spec.actor.miniBatchSize", "does not divide data.trainBatchSize (16): use 4", shows="6"),
-    BadSpec("critic's mini batch above the batch", {_spec("critic", "miniBatchSize"): 32},
-            "spec.critic.miniBatchSize", "is above data.trainBatchSize (16): use 16", shows="32"),
-    BadSpec("actor's mini batch above the batch", {_spec("actor", "miniBatchSize"): GONE},
-            "spec.actor.miniBatchSize", "is above data.trainBatchSize (16): use 16", shows="256"),
+    *BAD_BATCHES,
     BadSpec("grpo with one response", {_spec("algorithm"): {"advantageEstimator": "GRPO"}},
             "spec.rollout.samplesPerPrompt", "use 2 or more", shows="1"),
     BadSpec("rloo with one response",
@@ -265,6 +261,8 @@ BAD_SPECS = (
             "spec.pools[0].resourcesPerGPU.shm", "lower shm or raise memory", shows="'9Gi'", server_refuses=False),
     BadSpec("storage over the kernel's files", {_spec("storage", "mountPath"): "/proc"},
             "spec.storage.mountPath", "would hide files", shows="'/proc'", server_refuses=False),
+    BadSpec("storage over the kernel's files, with two slashes", {_spec("storage", "mountPath"): "//proc"},
+            "spec.storage.mountPath", "would hide files", shows="'//proc'", server_refuses=False),
     BadSpec("storage over everybody's files", {_spec("storage", "mountPath"): "/tmp"},
             "spec.storage.mountPath", "would hide files", shows="'/tmp'", server_refuses=False),
     BadSpec("storage that leads elsewhere", {_spec("storage", "mountPath"): "/data/../etc"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import socket
 
-_FIRST, _LAST = 10_000, 31_999
-"""Below the range from which the kernel takes the ports of outgoing connections (32768 and up). A port of that range
-can be taken between the choice here and the server's start."""
+_FIRST, _LAST = 20_000, 29_999
+"""Between ports that others take at any time, also between the choice here and the server's start: Ray's workers listen
+on 10002 to 19999, NodePorts of Kubernetes are 30000 to 32767, and the kernel gives outgoing connections those above."""
 
 
 def server_port() -> int:

@@ -6,19 +6,24 @@ those of Ray's job submission REST API, and of its state API for the end of a lo
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated
 
 import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
 _MAX_WORDS = 500
-_MAX_BYTES = 16 * 1024 * 1024
-"""Longest response; Ray's list of jobs and the end of a log are smaller."""
+_MAX_BYTES = 4 * 1024 * 1024
+"""Longest response, except for a log. Ray's list has up to 25 kB for each attempt in the RayCluster. A forged list
+needs many times its length while it is parsed; one list is parsed at a time."""
+_MAX_JOBS = 1000
+_MAX_LOG_BYTES = 16 * 1024 * 1024
+_LOG_END_BYTES = 1024 * 1024
+"""Of a log's last lines, only the end is kept: some programs write very long lines."""
 _LOG_LINES = 1000
 """More than a status shows, because other processes may print lines after the one that names the failure."""
 
@@ -29,6 +34,23 @@ class DashboardError(Exception):
 
 class _NotThereError(DashboardError):
     """The dashboard does not know the job."""
+
+
+class _ListedJob(BaseModel):
+    """What the operator reads of a job in Ray's list. Ray's own jobs have no submission_id."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    submission_id: str | None = None
+    status: RayState
+    message: str | None = None
+    error_type: str | None = None
+    driver_exit_code: Annotated[int, Field(ge=-255, le=255)] | None = None
+    driver_node_id: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+_LISTED = TypeAdapter(Annotated[list[_ListedJob], Field(max_length=_MAX_JOBS)])
 
 
 @dataclass(frozen=True)
@@ -63,12 +85,8 @@ class Dashboard:
     async def list_jobs(self, address: Address) -> Ray:
         """Return the jobs of a RayCluster, or why the request failed."""
         try:
-            listed = await self._json("GET", address, "/api/jobs/")
-            if not isinstance(listed, list):
-                raise DashboardError(
-                    f"GET {address.url}/api/jobs/: the answer is not a list: {str(listed)[:_MAX_WORDS]!r}"
-                )
-            return Ray(jobs=tuple(_read_job(raw) for raw in listed if raw.get("submission_id")))
+            data = await self._request("GET", address, "/api/jobs/")
+            return Ray(jobs=_read_jobs(data, f"GET {address.url}/api/jobs/"))
         except DashboardError as error:
             return Ray(problem=str(error))
 
@@ -89,7 +107,7 @@ class Dashboard:
             "metadata": dict(submission.metadata),
         }
         try:
-            await self._json("POST", address, "/api/jobs/", body=body)
+            await self._request("POST", address, "/api/jobs/", body=body)
         except DashboardError:
             ray = await self.list_jobs(address)
             if not any(job.submission_id == submission.submission_id for job in ray.jobs):
@@ -105,7 +123,7 @@ class Dashboard:
         self._guard()
         with contextlib.suppress(_NotThereError):
             # The response comes before the job has ended and says whether it was running.
-            await self._json("POST", address, f"/api/jobs/{submission_id}/stop")
+            await self._request("POST", address, f"/api/jobs/{submission_id}/stop")
 
     async def log_tail(self, address: Address, job: RayJob) -> str:
         """Return the last lines of the driver's log, or the message of the job if the log cannot be read."""
@@ -116,23 +134,25 @@ class Dashboard:
             "filter_ansi_code": "true",
         }
         try:
-            text = await self._text("GET", address, "/api/v0/logs/file", query=query)
+            text = await self._request(
+                "GET", address, "/api/v0/logs/file", query=query, limit=_MAX_LOG_BYTES, kept=_LOG_END_BYTES
+            )
         except DashboardError as error:
             return f"(the log could not be read: {error})\n{job.message}"
         return text.decode(errors="replace")
 
-    async def _json(self, method: str, address: Address, path: str, *, body: object = None) -> Any:
-        data = await self._text(method, address, path, body=body)
-        try:
-            return json.loads(data)
-        except ValueError as error:
-            raise DashboardError(
-                f"{method} {address.url}{path}: the answer is not JSON: {data[:_MAX_WORDS]!r}"
-            ) from error
-
-    async def _text(
-        self, method: str, address: Address, path: str, *, body: object = None, query: Mapping[str, str] | None = None
+    async def _request(
+        self,
+        method: str,
+        address: Address,
+        path: str,
+        *,
+        body: object = None,
+        query: Mapping[str, str] | None = None,
+        limit: int = _MAX_BYTES,
+        kept: int = _MAX_BYTES,
     ) -> bytes:
+        """Return the last `kept` bytes of a response with at most `limit` bytes."""
         where = f"{method} {address.url}{path}"
         headers = {"Authorization": f"Bearer {address.token}"}
         try:
@@ -143,7 +163,7 @@ class Dashboard:
                     method, address.url + path, headers=headers, json=body, params=query, allow_redirects=False
                 ) as answer,
             ):
-                data = await _read(answer.content, where)
+                data = await _read(answer.content, where, limit, kept)
         except TimeoutError as error:
             raise DashboardError(f"{where}: no answer within {self._timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -155,22 +175,36 @@ class Dashboard:
         return data
 
 
-async def _read(content: aiohttp.StreamReader, where: str) -> bytes:
-    data = bytearray()
+async def _read(content: aiohttp.StreamReader, where: str, limit: int, kept: int) -> bytes:
+    data, num_bytes = bytearray(), 0
     async for chunk in content.iter_any():
         data += chunk
-        if len(data) > _MAX_BYTES:
-            raise DashboardError(f"{where}: the answer has more than {_MAX_BYTES} bytes")
+        num_bytes += len(chunk)
+        if num_bytes > limit:
+            raise DashboardError(f"{where}: the answer has more than {limit} bytes")
+        del data[:-kept]
     return bytes(data)
 
 
-def _read_job(raw: Mapping[str, Any]) -> RayJob:
+def _read_jobs(data: bytes, where: str) -> tuple[RayJob, ...]:
+    try:
+        listed = _LISTED.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        at = "".join(f"[{key!r}]" for key in first["loc"]) or "all of it"
+        raise DashboardError(
+            f"{where}: the answer is not a list of jobs ({at}: {first['msg']}): {data[:_MAX_WORDS]!r}"
+        ) from error
+    return tuple(_ray_job(job, job.submission_id) for job in listed if job.submission_id)
+
+
+def _ray_job(job: _ListedJob, submission_id: str) -> RayJob:
     return RayJob(
-        submission_id=raw["submission_id"],
-        state=RayState(raw["status"]),
-        message=raw.get("message") or "",
-        error_type=raw.get("error_type") or "",
-        exit_code=raw.get("driver_exit_code"),
-        metadata=raw.get("metadata") or {},
-        node_id=raw.get("driver_node_id") or "",
+        submission_id=submission_id,
+        state=job.status,
+        message=job.message or "",
+        error_type=job.error_type or "",
+        exit_code=job.driver_exit_code,
+        metadata=job.metadata or {},
+        node_id=job.driver_node_id or "",
     )

@@ -15,6 +15,9 @@ from enum import StrEnum
 _JOB: ContextVar[str | None] = ContextVar("job", default=None)
 _ATTEMPT: ContextVar[int | None] = ContextVar("attempt", default=None)
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_RETRIES = ("kopf.", "Request attempt ")
+"""How the logger and the message of a line begin that Kopf writes for each failed request."""
+_RETRY_SECONDS = 60.0
 
 
 class LogFormat(StrEnum):
@@ -43,8 +46,34 @@ def set_attempt(attempt: int | None) -> None:
 def set_up(level: str, form: LogFormat) -> None:
     """Log to the standard error from this level on."""
     handler = logging.StreamHandler()
+    handler.addFilter(RetryFilter())
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else logging.Formatter(_TEXT))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+class RetryFilter(logging.Filter):
+    """Passes at most one line per minute about a request of Kopf that failed, and counts the others in the next one.
+
+    If the API server does not answer, Kopf writes a line for each retry of each of its four watches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._until = 0.0
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        name, message = _RETRIES
+        if not (record.name.startswith(name) and record.getMessage().startswith(message)):
+            return True
+        if record.created < self._until:
+            self._left_out += 1
+            return False
+        if self._left_out:
+            record.msg, record.args = f"{record.getMessage()} (and {self._left_out} more before it)", ()
+        self._until, self._left_out = record.created + _RETRY_SECONDS, 0
+        return True
 
 
 class JsonFormatter(logging.Formatter):

@@ -34,7 +34,7 @@ from ppojob_operator.manifests.dashboard_secret import dashboard_token
 from ppojob_operator.notifications import Notifier
 from ppojob_operator.observer import Observer
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
-from ppojob_operator.reading import read_job
+from ppojob_operator.reading import read_job, read_without_spec
 from ppojob_operator.reconcile import (
     JobState,
     dashboard_target,
@@ -195,7 +195,8 @@ class Loop:
         """Write into the job's status, or at least into an Event, why its reconcile is not possible."""
         try:
             raw = await self._cluster.read_job(key)
-            job = None if raw is None else await self._adopter.adopt(read_job(raw))
+            # The spec may be what cannot be read.
+            job = None if raw is None else await self._adopter.adopt(read_without_spec(raw))
             if job is None:
                 return
             plan = explain(job, now=self._clock())

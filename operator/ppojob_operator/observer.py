@@ -12,15 +12,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Job, JobKey, Manifest, Observed, Plan, Surroundings
-from ppojob_operator.reading import (
-    is_fetch_pod,
-    read_claim,
-    read_cluster,
-    read_fetch_job,
-    read_fetch_pod,
-    read_pod,
-    read_workload,
-)
+from ppojob_operator.reading import read_claim, read_cluster, read_fetch_job, read_workload
+from ppojob_operator.reading_pods import is_fetch_pod, read_fetch_pod, read_pod
 from ppojob_operator.reconcile import is_finished, needs_fetch, was_accepted
 
 

@@ -88,7 +88,8 @@ def measure_engine(model: Path, size: workload.Size, output: Path, arguments: ar
     from ppojob_api.v1alpha1.runtime import Device
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_trainer.engines.network import listen
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.dims import ParallelDims
+    from ppojob_trainer.engines.train.mesh import init_process_group
     from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
     device = Device(arguments.device)

@@ -20,9 +20,10 @@ from unittest import mock
 
 import torch
 
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp import export_files
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import test_engine_peers
 from tests.unit.trainer.engines.host_memory_ranks import most_taken

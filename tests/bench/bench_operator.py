@@ -111,7 +111,7 @@ class Bench:
         self.add(f"jobs created, {self.count} wanted", "", f"{len(times.created)} in {created:.1f} s")
         self.add("apply to RayCluster applied, p50 / p99", "", _p50_p99(waited))
         self.add("the same after its turn at 20 jobs/s, p50 / p99", "1 s / 5 s", _p50_p99(late))
-        self.add("RayClusters applied by us", "20 /s", f"{num_applied}, {num_applied / seconds:.1f} /s")
+        self.add("RayClusters applied by us", "12 /s", f"{num_applied}, {num_applied / seconds:.1f} /s")
         self.add("processor time until then", "", _cores(used))
         num_running = await self.fleet.until(times.running, self.count, self.limit_s)
         used = meter.read()
@@ -132,7 +132,7 @@ class Bench:
     def memory(self, what: str) -> None:
         """Add the operator's memory."""
         now, highest = (resident_mib(self.operator.pid, name) for name in ("VmRSS", "VmHWM"))
-        self.add(what, "300 MiB", f"{now:.0f} MiB (highest so far {highest:.0f})")
+        self.add(what, "256 MiB", f"{now:.0f} MiB (highest so far {highest:.0f})")
 
     async def rest(self, what: str, target: str, reports: Reporters | None = None) -> None:
         """Count what the operator asks of the API server while nothing changes, or while all trainers report."""
@@ -158,7 +158,7 @@ class Bench:
             await reporters.send(TURNS_PER_SECOND, self.count / TURNS_PER_SECOND)
             await self.fleet.until(times.reported, len(reporters.accepted), self.limit_s)
             seen = [max(0.0, times.reported[name] - reporters.accepted[name]) for name in times.reported]
-            self.add("report accepted to visible in status, p50 / p99", "2 s", f"{_p50_p99(seen)} of {len(seen)}")
+            self.add("report accepted to visible in status, p50 / p99", "10 s", f"{_p50_p99(seen)} of {len(seen)}")
             await asyncio.sleep(REPORT_INTERVAL_S)
             await self.rest("with a report each 10 s", "0.2 /s", reporters)
             await self._flood(reporters)
@@ -173,7 +173,7 @@ class Bench:
             await asyncio.sleep(LOOK_S)
         seconds, seen = time.monotonic() - began, await self._num_observed()
         measured = f"{seconds:.1f} s for {seen} (ready after {ready:.1f} s)"
-        self.add("restart of the operator to all jobs observed", "60 s", measured)
+        self.add("restart of the operator to all jobs observed", "30 s", measured)
         self.add("processor time of the restart", "", _cores(meter.read()))
         self.memory("operator memory after the restart")
 

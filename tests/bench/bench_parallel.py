@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ _LIMIT_S = 500.0
 
 
 def main() -> None:
-    """Measure, print, and write `results.json`."""
+    """Measure, print, and write `results.json`: after SIGTERM or a failure, of the layouts that were finished."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     arguments = _arguments()
     output: Path = arguments.output.absolute()
     data = output / "workload"
@@ -38,10 +40,12 @@ def main() -> None:
     stores = {name: listen("127.0.0.1", _LIMIT_S) for name in arguments.layouts}
     work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates, int(arguments.profile)]
     ports = [f"{name}:{store.port}" for name, store in stores.items()]
+    seen = output / "rank-0.json"
+    seen.unlink(missing_ok=True)
     try:
         run_two_ranks(parallel_updates, [arguments.device, data / "model", output, *work, *ports], limit=_LIMIT_S)
     finally:
-        found = json.loads((output / "rank-0.json").read_text(encoding="utf-8"))
+        found = json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else {}
         (output / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
         for name, row in found.items():
             if "error" in row:

@@ -45,6 +45,8 @@ CHANGES: dict[str, Any] = {
     **FEW_SAMPLES,
     # Two pods of the critic have no room for the reference, so there is none.
     "algorithm": {"kl": {"inReward": False}},
+    # Both of the critic's pods compute each sequence: keys are gathered between them.
+    "critic": {**FEW_SAMPLES["critic"], "sequenceParallelSize": 2},
     "placement": {"ref": None},
     "pools": small_pools(critic_nodes=2),
     # A process that hangs is lost after the longest phase.
@@ -86,7 +88,9 @@ def disk_of_its_own(site: Site, image: Path) -> Iterator[None]:
     run(["mount", "-o", "loop", image, folder], limit=60)
     try:
         (folder / "lost+found").rmdir()
-        folder.chmod(0o777)
+        # The folder of the namespace too: other jobs create theirs in it.
+        for each in (folder, folder.parent, folder.parent.parent):
+            each.chmod(0o777)
         yield
     finally:
         run(["umount", folder], limit=60)
@@ -98,7 +102,7 @@ class Fault:
     """What is done to the job, and what it may cost.
 
     reasons: of the attempt that it ends; none: the attempt goes on. counted: in `status.retries`. new_cluster: the
-    RayCluster is replaced.
+    RayCluster is replaced, because it is lost, or may be the cause of a failure for which no pod was lost.
     """
 
     inject: Injection
@@ -117,7 +121,7 @@ FAULTS = {
         send_signal(HEAD, r"^python -m ppojob_trainer\.main"), ("OutOfMemory",), counted="user"
     ),
     "a process of the critic is stopped (SIGSTOP)": Fault(
-        send_signal(CRITIC, r"^ray::WorkerProcess", signal.SIGSTOP), ("PhaseTimeout",)
+        send_signal(CRITIC, r"^ray::WorkerProcess", signal.SIGSTOP), ("PhaseTimeout",), new_cluster=True
     ),
     "the disk is full when a checkpoint is saved": Fault(fill_disk, ("CheckpointUnwritable",), counted="user"),
     "the node of the critic's pods is drained": Fault(drain, ("Preempted",), counted="ignored"),
@@ -239,7 +243,7 @@ def test_the_attempt_continues(recoveries: dict[str, Recovery], words: str) -> N
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_only_the_loss_of_the_cluster_or_its_head_replaces_the_raycluster(
+def test_the_raycluster_is_replaced_only_if_it_is_lost_or_may_be_the_cause(
     recoveries: dict[str, Recovery], words: str
 ) -> None:
     recovery = recoveries[words]

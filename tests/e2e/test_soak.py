@@ -8,6 +8,7 @@ hours; with the default of `SOAK_JOBS` it is a short trial.
 import itertools
 import json
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -127,7 +128,8 @@ def operator_memory_mib(site: Site) -> float:
 @pytest.fixture(scope="module")
 def soak(site: Site) -> Soak:
     found, faults = Soak(), itertools.cycle(CLUSTER_FAULTS)
-    print("\n| job | phase | seconds | attempts | retries | faults |\n|---|---|---|---|---|---|", end="", flush=True)
+    header = ("job", "phase", "seconds", "attempts", "retries", "MiB", "faults")
+    print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}", end="", flush=True)
     for number, job_fault in zip(range(NUM_JOBS), itertools.cycle(JOB_FAULTS), strict=False):
         name, start, before = f"soak-{number}", time.monotonic(), len(found.faults)
         site.apply(name, CHANGES)
@@ -135,9 +137,12 @@ def soak(site: Site) -> Soak:
         found.phases[name] = status.get("phase", "unknown")
         retries = {kind: count for kind, count in status.get("retries", {}).items() if count}
         injected = ", ".join(found.faults[before:])
-        cells = (name, found.phases[name], f"{time.monotonic() - start:.0f}", status.get("attempt"), retries, injected)
+        memory, seconds = found.memory_mib[-1], time.monotonic() - start
+        cells = (name, found.phases[name], f"{seconds:.0f}", status.get("attempt"), retries, f"{memory:.0f}", injected)
         print(f"\n| {' | '.join(map(str, cells))} |", end="", flush=True)
         site.delete(name)
+        # A job's checkpoints stay when it is deleted: 24 of them would fill a small disk.
+        shutil.rmtree(site.root(name))
     shown = ", ".join(f"{each:.0f}" for each in found.thirds())
     print(f"\n{len(found.faults)} faults; the operator's memory in each third of the time: {shown} MiB")
     return found

@@ -26,7 +26,8 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
@@ -47,6 +48,7 @@ DIVISIONS = {
     "FSDP 2, gathered": Division(ParallelDims(shard=2), stays_gathered=True),
     "sequence 2": Division(ParallelDims(sequence=2)),
     "sequence 2, gathered": Division(ParallelDims(sequence=2), stays_gathered=True),
+    "context 2": Division(ParallelDims(context=2)),
     "tensor 2": Division(ParallelDims(tensor=2)),
     "pipeline 2": Division(ParallelDims(pipeline=2)),
 }

@@ -12,7 +12,8 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import listen
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 
 MEMORY_LIMIT_SECONDS = 60.0
 PACKAGES = ("torch", "torchvision", "triton", "vllm", "ray", "transformers", "flashinfer-python")

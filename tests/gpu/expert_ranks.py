@@ -19,7 +19,8 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine

@@ -11,7 +11,8 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 
 
 def in_layout(

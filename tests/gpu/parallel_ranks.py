@@ -1,6 +1,6 @@
-"""One of two processes with a GPU each: trains a random model in several layouts and writes what it saw as JSON.
+"""One of several processes with a GPU each: trains a random model in several layouts and writes what it saw as JSON.
 
-`python -m tests.gpu.parallel_ranks RANK MODEL OUT PORT...`, a port for each layout. CUDA_VISIBLE_DEVICES names the GPU.
+`python -m tests.gpu.parallel_ranks RANK MODEL OUT LAYOUT=PORT...`. CUDA_VISIBLE_DEVICES names the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
@@ -32,10 +33,18 @@ LAYOUTS = {
     "replicate 2": (ParallelDims(replicate=2), {}),
     "sequence 2": (ParallelDims(sequence=2), {}),
     "sequence 2, compiled": (ParallelDims(sequence=2), {"compile": True}),
+    "context 2": (ParallelDims(context=2), {}),
+    "context 2, compiled": (ParallelDims(context=2), {"compile": True}),
     "tensor 2": (ParallelDims(tensor=2), {}),
     "tensor 2, compiled": (ParallelDims(tensor=2), {"compile": True}),
     "pipeline 2": (ParallelDims(pipeline=2), {}),
     "pipeline 2, compiled": (ParallelDims(pipeline=2), {"compile": True}),
+}
+
+OF_FOUR_GPUS = {
+    "sequence 2 x context 2": (ParallelDims(sequence=2, context=2), {}),
+    "sequence 2 x context 2, compiled": (ParallelDims(sequence=2, context=2), {"compile": True}),
+    "context 2 x tensor 2": (ParallelDims(context=2, tensor=2), {}),
 }
 
 
@@ -102,9 +111,10 @@ def shard_of(batch: DataProto, number: int, num_shards: int) -> DataProto:
 
 
 def main() -> None:
-    rank, model, out, ports = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    rank, model, out = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     found: dict[str, Any] = {}
-    for (name, (dims, options)), port in zip(LAYOUTS.items(), ports, strict=True):
+    for name, port in (argument.rsplit("=", 1) for argument in sys.argv[4:]):
+        dims, options = (LAYOUTS | OF_FOUR_GPUS)[name]
         if rank >= dims.world_size:
             continue
         shard = shard_of(make_batch(), dims.shard_of(rank), dims.num_shards)

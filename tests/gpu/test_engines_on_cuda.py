@@ -21,7 +21,8 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.models.smollm2 import prepare
 from ppojob_trainer.protocol import Keys
 from tests.gpu.one_gpu import difference_from_transformers, make_batch
-from tests.integration.trainer.vllm_agreement import agreement
+from tests.integration.trainer.separate_process import seen_by
+from tests.integration.trainer.vllm_agreement import MODULE
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 pytestmark = [
@@ -97,7 +98,7 @@ def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp
     ],
 )
 def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:
-    seen = agreement(str(model_path), "CUDA", backend, limit=LIMIT_SECONDS)
+    seen = seen_by(MODULE, str(model_path), "CUDA", backend, limit=LIMIT_SECONDS)
     print(json.dumps(seen))
     assert seen["diff_at_start"] < 0.012
     assert seen["diff_of_stale_weights"] > 0.024

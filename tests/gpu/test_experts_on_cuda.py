@@ -13,8 +13,9 @@ from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.gpu.one_gpu import difference_from_transformers, make_batch
+from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.integration.trainer.vllm_agreement import agreement
+from tests.integration.trainer.vllm_agreement import MODULE
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 pytestmark = [
@@ -59,7 +60,7 @@ def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, mo
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 def test_vllm_follows_the_pushed_experts(model_path: Path) -> None:
-    seen = agreement(str(model_path), "CUDA", "cuda_ipc", limit=LIMIT_SECONDS)
+    seen = seen_by(MODULE, str(model_path), "CUDA", "cuda_ipc", limit=LIMIT_SECONDS)
     print(json.dumps(seen))
     assert seen["diff_at_start"] < 0.02
     assert seen["diff_of_stale_weights"] > 2 * seen["diff_after_push"]

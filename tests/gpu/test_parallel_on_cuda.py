@@ -1,5 +1,7 @@
 """Two GPUs: what peers compute equals what one GPU computes, whole runs with peers in every role, and what both cost.
 
+Four GPUs: the same updates with heads divided over two and keys gathered over two.
+
 Random weights, nothing from a network. Tables of memory and speed go to the output: run it with -s.
 """
 
@@ -18,7 +20,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.network import listen
 from tests.gpu import parallel_ranks
-from tests.gpu.two_ranks import PROJECT, run_two_ranks
+from tests.gpu.two_ranks import PROJECT, run_ranks
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = [
@@ -27,17 +29,27 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 320
 Seen = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    out = tmp_path_factory.mktemp("ranks")
-    model = parallel_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = parallel_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
     torch.cuda.empty_cache()
-    stores = [listen("127.0.0.1", LIMIT_SECONDS) for _ in parallel_ranks.LAYOUTS]
-    run_two_ranks(parallel_ranks, [model, out, *(store.port for store in stores)], limit=LIMIT_SECONDS)
+    return written
+
+
+@pytest.fixture(scope="module")
+def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return computed_by(2, list(parallel_ranks.LAYOUTS), model, tmp_path_factory.mktemp("ranks"))
+
+
+def computed_by(num_ranks: int, layouts: list[str], model: Path, out: Path) -> Seen:
+    """What rank 0 of each layout wrote, with the weights of rank 1."""
+    stores = {name: listen("127.0.0.1", LIMIT_SECONDS) for name in layouts}
+    ports = [f"{name}={store.port}" for name, store in stores.items()]
+    run_ranks(num_ranks, parallel_ranks, [model, out, *ports], limit=LIMIT_SECONDS)
     found, others = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     for name, layout in others.items():
         found[name]["weights of rank 1"] = layout.get("weights")
@@ -55,7 +67,21 @@ def test_every_layout_is_computed(seen: Seen, name: str) -> None:
 def test_every_layout_makes_the_same_update(seen: Seen) -> None:
     computed = {name: layout for name, layout in seen.items() if "error" not in layout}
     show_layouts(computed)
-    one = computed["one GPU"]
+    assert_same_updates(computed, computed["one GPU"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_gpus_that_gather_keys_make_the_same_update(seen: Seen, model: Path, tmp_path: Path) -> None:
+    computed = computed_by(4, list(parallel_ranks.OF_FOUR_GPUS), model, tmp_path)
+    errors = [layout["error"] for layout in computed.values() if "error" in layout]
+    assert not errors, "\n".join(errors)
+    show_layouts(computed)
+    for layout in computed.values():
+        assert layout["weights of rank 1"] == layout["weights"]
+    assert_same_updates(computed, seen["one GPU"])
+
+
+def assert_same_updates(computed: Seen, one: dict[str, Any]) -> None:
     for name, layout in computed.items():
         assert layout["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02), name
         assert layout["weights"] == pytest.approx(one["weights"], rel=1e-3, abs=1.0), name
@@ -65,7 +91,7 @@ def test_every_layout_makes_the_same_update(seen: Seen) -> None:
 
 
 def test_peers_need_less_memory_than_one_gpu(seen: Seen) -> None:
-    for name in ("sequence 2", "tensor 2", "pipeline 2"):
+    for name in ("sequence 2", "context 2", "tensor 2", "pipeline 2"):
         assert seen[name]["peak_gb"] < seen["one GPU"]["peak_gb"], name
 
 

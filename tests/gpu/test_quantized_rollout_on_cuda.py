@@ -15,7 +15,7 @@ import torch
 
 from ppojob_trainer.models.smollm2 import prepare
 from tests.integration.trainer.quantized_checks import check_correction, check_log_probs, check_read_back
-from tests.integration.trainer.vllm_agreement import agreement
+from tests.integration.trainer.separate_process import seen_by
 
 LIMIT_SECONDS = 400
 MODULE = "tests.integration.trainer.quantized_rollout"
@@ -36,7 +36,7 @@ pytestmark = [
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     given = os.environ.get("PPOJOB_TEST_MODEL")
     path = Path(given) if given else prepare(tmp_path_factory.mktemp("models") / "smollm2")
-    found = agreement(str(path), "CUDA", "cuda_ipc", "0.0003", limit=LIMIT_SECONDS, module=MODULE)
+    found = seen_by(MODULE, str(path), "CUDA", "cuda_ipc", "0.0003", limit=LIMIT_SECONDS)
     print(json.dumps(found))
     return found
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import init_process_group
 from ppojob_trainer.engines.transports import log_connections
 
 

@@ -1,4 +1,4 @@
-"""Starts a module of this folder as two ranks, each with one GPU."""
+"""Starts a module of this folder as several ranks, each with one GPU."""
 
 import os
 import subprocess
@@ -7,11 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from tests.integration.trainer.separate_process import VISIBLE_GPUS, gpu
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 
 def run_two_ranks(module: ModuleType, arguments: Sequence[object], *, limit: float, **environment: str) -> None:
-    """Run `python -m MODULE RANK ARGUMENTS...` for ranks 0 and 1 to their end; both must exit with 0.
+    """Run two ranks, see `run_ranks`."""
+    run_ranks(2, module, arguments, limit=limit, **environment)
+
+
+def run_ranks(
+    num_ranks: int, module: ModuleType, arguments: Sequence[object], *, limit: float, **environment: str
+) -> None:
+    """Run `python -m MODULE RANK ARGUMENTS...` for each rank to its end; all must exit with 0.
 
     NVLink multicast is off, because a machine whose fabric does not serve it fails at the first collective.
 
@@ -24,9 +33,9 @@ def run_two_ranks(module: ModuleType, arguments: Sequence[object], *, limit: flo
         subprocess.Popen(
             [sys.executable, "-m", module.__name__, str(rank), *map(str, arguments)],
             cwd=PROJECT,
-            env={**settings, "CUDA_VISIBLE_DEVICES": str(rank)},
+            env={**settings, VISIBLE_GPUS: gpu(rank)},
         )
-        for rank in (0, 1)
+        for rank in range(num_ranks)
     ]
     try:
         codes = [rank.wait(limit) for rank in ranks]
@@ -34,4 +43,4 @@ def run_two_ranks(module: ModuleType, arguments: Sequence[object], *, limit: flo
         for rank in ranks:
             rank.kill()
             rank.wait(10)
-    assert codes == [0, 0]
+    assert codes == [0] * num_ranks

@@ -15,10 +15,11 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.lora import initial_adapters
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import Keys
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.fsdp_engines import policy_engine

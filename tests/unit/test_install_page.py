@@ -195,6 +195,15 @@ def test_what_was_run_is_what_the_one_node_cluster_has(row: str, version: str) -
     assert cells[3].strip() == version
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/install.md"])
+def test_the_version_of_go_is_enough_for_every_module(page: str) -> None:
+    modules = [path.read_text() for path in Path("tools/cluster/go").glob("*/go.mod")]
+    wanted = [re.search(r"^go (\d+)\.(\d+)", module, re.MULTILINE) for module in modules]
+    newest = max((int(match[1]), int(match[2])) for match in wanted if match)
+
+    assert re.findall(r"\bGo (\S+)\s+or\s+newer", Path(page).read_text()) == [".".join(map(str, newest))]
+
+
 def test_every_image_has_the_tag_that_is_built() -> None:
     texts = [PAGE, *(path.read_text() for path in SMALLEST.glob("*.yaml"))]
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tools.cluster import cluster, kueue, kwok
+from tools.cluster.command import end_programs_on_sigterm
 from tools.cluster.demo.run import ImageNames
 from tools.cluster.demo.run import run as run_demo
 from tools.cluster.demo.target import choose
@@ -153,4 +154,5 @@ def pack(
 
 
 if __name__ == "__main__":
+    end_programs_on_sigterm()
     sys.exit(exit_status(app))

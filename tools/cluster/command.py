@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -38,6 +39,11 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         return _run(arguments, shown, limit, stdin, environment, folder, file)
+
+
+def end_programs_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: with it end the programs that `run` waits for."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def succeeds(arguments: Sequence[str | Path], *, limit: float) -> bool:

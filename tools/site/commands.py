@@ -54,7 +54,10 @@ def _argument(parameter: Any) -> str:
 def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{_cell(_argument(parameter).strip('[]'))}`"
-    return ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    names: list[str] = [*parameter.opts, *parameter.secondary_opts]
+    if parameter.metavar:
+        names[-1] += f" {parameter.metavar}"
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _default(parameter: Any) -> str:

@@ -1,1 +1,1 @@
-"""`make test`: every part of the tests, in two lanes beside each other."""
+"""`make test`: every part of the tests, two at a time."""

@@ -1,15 +1,15 @@
-"""Runs every part of the tests in two lanes beside each other, prints what each said, and a table at the end.
+"""Runs every part of the tests, two at a time, prints what each said, and a table at the end.
 
-    tests     lint contracts generate-check golden architecture trainer types unit oracles unit-slow
-    cluster   cluster-up images integration e2e
+    cluster-up ─▶ images ─▶ integration ─▶ e2e
+    lint, contracts, generate-check, golden, architecture, trainer, types, unit, oracles, unit-slow: in any order
 
-The lanes share two cores: the tests of the first one compute, those of the second mostly wait for the cluster. Whole
-jobs on Ray (trainer) and on the cluster (e2e) each take up to 16 GiB of memory, so one waits for the other; trainer
-comes early, while the cluster's lane is still at integration.
+When a part ends, the first of `PARTS` that may run starts. Whole jobs on Ray (trainer) and on the cluster (e2e) each
+take up to 16 GiB of memory, so one waits for the other; meanwhile, small parts run. The cluster's parts come first,
+because they wait more than they compute, and e2e, which is the longest way to the end, must begin early.
 
 Each part writes to a separate log, which is printed when the part ends. If a part fails, the next one runs, so that
-one run shows everything. A cluster or an image that cannot be made ends the run at once, because the rest of its
-lane could not pass. A cluster that ran before stays; one that this started is taken down.
+one run shows everything. A cluster or an image that cannot be made ends the run at once, because the parts after it
+could not pass. A cluster that ran before stays; one that this started is taken down.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +38,14 @@ from tools.suite import strays
 class Part:
     """A target of the Makefile and the seconds that it may take.
 
-    `is_foundation`: the rest of its lane stands on it, and what it leaves running is meant to run.
-    `is_large`: it takes most of the machine's memory, so it never runs beside another large part.
+    `after`: the part that must have ended before; "": none. `is_foundation`: the parts after it need what it made, and
+    what it leaves running is meant to run. `is_large`: it takes most of the machine's memory, so it never runs beside
+    another large part.
     """
 
     name: str
     limit: float
+    after: str = ""
     is_foundation: bool = False
     is_large: bool = False
 
@@ -58,26 +60,23 @@ class PartResult:
     seconds: float
 
 
-LANES: Mapping[str, Sequence[Part]] = {
-    "tests": (
-        Part("lint", 300),
-        Part("contracts", 300),
-        Part("generate-check", 300),
-        Part("golden", 900),
-        Part("architecture", 600),
-        Part("trainer", 3600, is_large=True),
-        Part("types", 600),
-        Part("unit", 1800),
-        Part("oracles", 1800),
-        Part("unit-slow", 1800),
-    ),
-    "cluster": (
-        Part("cluster-up", 4800, is_foundation=True),
-        Part("images", 3600, is_foundation=True),
-        Part("integration", 3600),
-        Part("e2e", 5400, is_large=True),
-    ),
-}
+PARTS: Sequence[Part] = (
+    Part("cluster-up", 4800, is_foundation=True),
+    Part("images", 3600, after="cluster-up", is_foundation=True),
+    Part("integration", 3600, after="images"),
+    Part("e2e", 5400, after="integration", is_large=True),
+    Part("lint", 300),
+    Part("contracts", 300),
+    Part("generate-check", 300),
+    Part("golden", 900),
+    Part("architecture", 600),
+    Part("trainer", 4800, is_large=True),
+    Part("types", 1200),
+    Part("unit", 3600),
+    Part("oracles", 1800),
+    Part("unit-slow", 3600),
+)
+AT_A_TIME = 2
 CLUSTER_DOWN = Part("cluster-down", 300, is_foundation=True)
 PASSED = "passed"
 # In the project.
@@ -86,20 +85,19 @@ _MAKE = ("make", "--no-print-directory")
 _POLL_SECONDS = 0.2
 
 
-def run(layout: Layout, project: Path = PROJECT, lanes: Mapping[str, Sequence[Part]] = LANES) -> int:
+def run(layout: Layout, project: Path = PROJECT, parts: Sequence[Part] = PARTS) -> int:
     """Run everything; return 0 if all parts passed, else 1."""
-    suite = _Suite(project)
+    suite = _Suite(project, list(parts))
     was_healthy = is_healthy(layout)
     try:
-        suite.run_lanes(lanes.values())
+        suite.run_all()
     finally:
         if not was_healthy:
             suite.stop.clear()
             suite.run_part(CLUSTER_DOWN)
         suite.print_table()
-    planned = sum(len(parts) for parts in lanes.values())
     results = [result for result in suite.results if result.name != CLUSTER_DOWN.name]
-    return 0 if len(results) == planned and all(result.result == PASSED for result in suite.results) else 1
+    return 0 if len(results) == len(parts) and all(result.result == PASSED for result in suite.results) else 1
 
 
 @dataclass
@@ -107,32 +105,64 @@ class _Suite:
     """One run: its results, in the order in which the parts ended."""
 
     project: Path
+    waiting: list[Part]
+    """The parts that have not started, in their order."""
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     results: list[PartResult] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _memory: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the large part that runs."""
+    _running: list[Part] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    """Notified when a part ends or the run stops; guards `waiting` and `_running`."""
     _start: float = field(default_factory=time.monotonic)
 
-    def run_lanes(self, lanes: Collection[Sequence[Part]]) -> None:
-        """Run the lanes beside each other; whatever interrupts this stops them."""
-        with ThreadPoolExecutor(len(lanes)) as threads:
-            ends = [threads.submit(self.run_lane, parts) for parts in lanes]
+    def run_all(self) -> None:
+        """Run the parts, so many at a time; whatever interrupts this stops them."""
+        with ThreadPoolExecutor(AT_A_TIME) as threads:
+            ends = [threads.submit(self._run_parts) for _ in range(AT_A_TIME)]
             try:
                 for end in ends:
                     end.result()
             finally:
-                self.stop.set()
+                self._stop()
 
-    def run_lane(self, parts: Sequence[Part]) -> None:
-        """Run the parts one after the other, until the run is stopped; a foundation that fails stops it."""
-        for part in parts:
-            with self._memory if part.is_large else contextlib.nullcontext():
-                if self.stop.is_set():
-                    return
-                if not self.run_part(part) and part.is_foundation:
-                    self.stop.set()
+    def _run_parts(self) -> None:
+        """Run parts until none is left, or the run is stopped; a foundation that fails stops it."""
+        try:
+            while part := self._next():
+                self._end_part(part, self.run_part(part))
+        except BaseException:
+            self._stop()
+            raise
+
+    def _end_part(self, part: Part, passed: bool) -> None:
+        with self._changed:
+            # At once: no part after a foundation that failed may start.
+            if part.is_foundation and not passed:
+                self.stop.set()
+            self._running.remove(part)
+            self._changed.notify_all()
+
+    def _next(self) -> Part | None:
+        """Wait for a part that may run, and take it; None if the run is over."""
+        with self._changed:
+            while self.waiting and not self.stop.is_set():
+                part = next(filter(self._may_run, self.waiting), None)
+                if part is not None:
+                    self.waiting.remove(part)
+                    self._running.append(part)
+                    return part
+                self._changed.wait()
+        return None
+
+    def _may_run(self, part: Part) -> bool:
+        not_ended = {other.name for other in (*self.waiting, *self._running)}
+        return part.after not in not_ended and not (part.is_large and any(other.is_large for other in self._running))
+
+    def _stop(self) -> None:
+        with self._changed:
+            self.stop.set()
+            self._changed.notify_all()
 
     def run_part(self, part: Part) -> bool:
         """Run one part to its end, its limit, or the stop of the run; print its log; True if it passed."""

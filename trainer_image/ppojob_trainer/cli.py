@@ -116,7 +116,7 @@ def plan(
         typer.Option(
             "--gpu",
             metavar="[POOL=]NAME",
-            help="Kind of GPU, of all pools or of one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
+            help="Kind of GPU, for all pools or for one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
             show_default="H200",
         ),
     ] = None,
@@ -176,7 +176,7 @@ def convert(
     ] = None,
     variables: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="Variable of the script, repeatable.", show_default=False),
+        typer.Option("--env", metavar="NAME=VALUE", help="Variable of the script. Repeatable.", show_default=False),
     ] = None,
     launch: Annotated[
         int | None, typer.Option("--launch", min=1, help="Which launch of a script that has several.", show_default="1")

@@ -1,4 +1,4 @@
-"""Rules of the batch: minibatches against the batch, samples against the estimator.
+"""Rules of the batch: minibatches against the batch, micro-batches against a sequence, samples against the estimator.
 
 `rules.py` puts them beside the others, each in CEL and in Python.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.algorithm import GROUP_ESTIMATORS
 from ppojob_api.v1alpha1.base import Problem, Rule
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 NEEDS_CRITIC = (
@@ -19,6 +20,9 @@ NEEDS_GROUPS = (
 )
 """`AlgorithmSpec.needs_critic` and `needs_groups` in CEL."""
 
+IS_IDLE = {"actor": "", "critic": f"!{NEEDS_CRITIC} || "}
+"""The beginning of a rule on a trained role in CEL: it holds if there is no such role."""
+
 BATCH_RULES = [
     Rule(
         rule="self.data.trainBatchSize % self.actor.miniBatchSize == 0",
@@ -29,6 +33,21 @@ BATCH_RULES = [
         rule=(f"!{NEEDS_CRITIC} || self.data.trainBatchSize % self.critic.miniBatchSize == 0"),
         message="critic.miniBatchSize must divide data.trainBatchSize",
         field_path=".critic.miniBatchSize",
+    ),
+    *(
+        Rule(
+            rule=(
+                f"{is_idle}self.{role}.engine != 'FSDP' || "
+                f"self.{role}.maxTokensPerGPU * self.{role}.sequenceParallelSize >= "
+                "self.data.maxPromptLength + self.data.maxResponseLength"
+            ),
+            message=(
+                f"{role}.maxTokensPerGPU times sequenceParallelSize must be at least data.maxPromptLength plus "
+                "data.maxResponseLength: a micro-batch holds at least one sequence"
+            ),
+            field_path=f".{role}.maxTokensPerGPU",
+        )
+        for role, is_idle in IS_IDLE.items()
     ),
     Rule(
         rule=f"!{NEEDS_GROUPS} || self.rollout.samplesPerPrompt > 1",
@@ -56,6 +75,22 @@ def _mini_batches_divide_the_batch(spec: PPOJobSpec) -> Iterator[Problem]:
             )
 
 
+def _a_micro_batch_holds_the_longest_sequence(spec: PPOJobSpec) -> Iterator[Problem]:
+    longest = spec.data.max_prompt_length + spec.data.max_response_length
+    for role, training in (("actor", spec.actor), ("critic", spec.critic)):
+        if (role == "critic" and not spec.algorithm.needs_critic) or training.engine is not Engine.FSDP:
+            continue
+        tokens, slices = training.max_tokens_per_gpu, training.sequence_parallel_size
+        if tokens * slices < longest:
+            of_group = f" times sequenceParallelSize ({slices})" if slices > 1 else ""
+            yield (
+                f"{role}.maxTokensPerGPU",
+                tokens,
+                f"{of_group} is less than the longest sequence, data.maxPromptLength + data.maxResponseLength = "
+                f"{longest}: use {-(-longest // slices)} or more, or shorter sequences".lstrip(),
+            )
+
+
 def _groups_have_two_responses(spec: PPOJobSpec) -> Iterator[Problem]:
     estimator, samples = spec.algorithm.advantage_estimator, spec.rollout.samples_per_prompt
     if spec.algorithm.needs_groups and samples < 2:
@@ -67,3 +102,5 @@ def _groups_have_two_responses(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 BATCH_CHECKS = (_mini_batches_divide_the_batch, _groups_have_two_responses)
+BATCH_CHECKS_OF_NEW_JOBS = (_a_micro_batch_holds_the_longest_sequence,)
+"""A job whose responses stay shorter than allowed runs all the same."""

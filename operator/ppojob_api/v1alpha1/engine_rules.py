@@ -87,11 +87,6 @@ EXPERT_RULES = [
         field_path=".rollout.routingReplay",
     ),
     Rule(
-        rule=f"!{_REPLAY} || self.actor.pipelineParallelSize == 1",
-        message="stages of a pipeline do not replay experts: set actor.pipelineParallelSize to 1",
-        field_path=".actor.pipelineParallelSize",
-    ),
-    Rule(
         rule=f"{_BALANCE} == 0.0 || self.actor.engine == 'FSDP'",
         message="an engine of class Class has no load-balancing loss: set actor.routerAuxLossCoefficient to 0",
         field_path=".actor.routerAuxLossCoefficient",
@@ -100,11 +95,6 @@ EXPERT_RULES = [
         rule=f"{_BALANCE} == 0.0 || !self.model.actor.compile",
         message="compiled layers have no load-balancing loss: set model.actor.compile to false",
         field_path=".model.actor.compile",
-    ),
-    Rule(
-        rule=f"{_BALANCE} == 0.0 || self.actor.pipelineParallelSize == 1",
-        message="stages of a pipeline have no load-balancing loss: set actor.pipelineParallelSize to 1",
-        field_path=".actor.pipelineParallelSize",
     ),
 ]
 """Of fields for mixtures of experts. The trainer knows whether the model is one, and refuses others."""
@@ -177,9 +167,6 @@ def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
             True,
             "a training engine of actor.engineClass does not replay experts: set rollout.routingReplay: false",
         )
-    if (stages := spec.actor.pipeline_parallel_size) > 1:
-        remedy = f"stages of a pipeline do not replay experts: set it to 1, or set {replay}: false"
-        yield "actor.pipelineParallelSize", stages, remedy
 
 
 def _experts_can_be_balanced(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -192,9 +179,6 @@ def _experts_can_be_balanced(spec: PPOJobSpec) -> Iterator[Problem]:
     if spec.model.actor.compile:
         remedy = "compiled layers have no load-balancing loss: set it to false, or actor.routerAuxLossCoefficient to 0"
         yield "model.actor.compile", True, remedy
-    if (stages := spec.actor.pipeline_parallel_size) > 1:
-        remedy = "stages of a pipeline have no load-balancing loss: set it to 1, or actor.routerAuxLossCoefficient to 0"
-        yield "actor.pipelineParallelSize", stages, remedy
 
 
 def _shortest_lookup_is_not_above_the_longest(spec: PPOJobSpec) -> Iterator[Problem]:

@@ -51,8 +51,8 @@ class TrainedModel(ApiModel):
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
     """Compile each layer with torch.compile. The default is false because the first start takes longer and needs more
-    GPU memory. Recommended for long runs. No effect with expertParallelSize above 1: torch 2.13 cannot compile such
-    layers."""
+    GPU memory. Recommended for long runs. No effect with expertParallelSize above 1, nor on mixtures of experts with
+    tensorParallelSize above 1: torch 2.13 cannot compile such layers."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()

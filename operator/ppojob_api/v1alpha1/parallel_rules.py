@@ -7,7 +7,8 @@ model's heads, layers and experts: it reads the model's configuration before it 
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
-from ppojob_api.v1alpha1.batch_rules import NEEDS_CRITIC
+from ppojob_api.v1alpha1.batch_rules import IS_IDLE
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, CRITIC_POOL, ROLLOUT_POOLS
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
@@ -17,10 +18,7 @@ from ppojob_api.v1alpha1.training import Trained
 NODES = "p.?nodes.orValue(1)"
 """Nodes of a pool `p`, in CEL: the API server stores no default of a field that a template may set."""
 
-_POOL_OF = {
-    "actor": (ACTOR_POOL, ""),
-    "critic": (CRITIC_POOL, f"!{NEEDS_CRITIC} || "),
-}
+_POOL_OF = {"actor": (ACTOR_POOL, IS_IDLE["actor"]), "critic": (CRITIC_POOL, IS_IDLE["critic"])}
 """The pool of a trained role, and when it has none."""
 
 
@@ -30,16 +28,28 @@ def _divide_pool(role: str, pool: str, *sizes: str) -> str:
     return f"self.pools.all(p, p.name != {pool} || ({NODES} * p.gpusPerNode) % ({product}) == 0)"
 
 
+def _fits_nodes(role: str, pool: str) -> str:
+    """Return in CEL whether a node, or several whole nodes of the pool, have a group that computes a layer together."""
+    tensor = f"self.{role}.tensorParallelSize"
+    peers = f"({tensor} * self.{role}.sequenceParallelSize)"
+    spans = (
+        f"self.{role}.engine == 'FSDP' && p.gpusPerNode % {tensor} == 0 && {peers} % p.gpusPerNode == 0 && "
+        f"({NODES} * p.gpusPerNode) % {peers} == 0"
+    )
+    return f"self.pools.all(p, p.name != {pool} || p.gpusPerNode % {peers} == 0 || ({spans}))"
+
+
 PARALLEL_RULES = [
     *(
         Rule(
             rule=(
                 f"{is_idle}self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize == 1 || "
-                f"self.pools.all(p, p.name != {pool} || p.gpusPerNode % "
-                f"(self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize) == 0)"
+                + _fits_nodes(role, pool)
             ),
             message=(
-                f"{role}.tensorParallelSize times sequenceParallelSize must divide gpusPerNode of the {role}'s pool"
+                f"{role}.tensorParallelSize times sequenceParallelSize must divide gpusPerNode of the {role}'s pool "
+                "or, with engine FSDP and a tensorParallelSize that divides it, be a multiple of it that divides the "
+                "pool's GPUs"
             ),
             field_path=f".{role}",
             value=f"self.{role}.tensorParallelSize * self.{role}.sequenceParallelSize",
@@ -89,27 +99,16 @@ PARALLEL_RULES = [
     ),
     *(
         Rule(
-            rule=(f"{is_idle}self.{role}.expertParallelSize == 1 || self.{role}.tensorParallelSize == 1"),
-            message=(
-                f"{role}.expertParallelSize above 1 is not supported with tensorParallelSize above 1: set one of them "
-                "to 1"
-            ),
-            field_path=f".{role}.expertParallelSize",
-        )
-        for role, (_, is_idle) in _POOL_OF.items()
-    ),
-    *(
-        Rule(
             rule=(
                 f"{is_idle}self.{role}.expertParallelSize == 1 || "
-                f"self.{role}.tensorParallelSize > 1 || "
-                f"(has(self.{role}.fsdpSize) ? self.{role}.fsdpSize % self.{role}.expertParallelSize == 0 : "
+                f"(has(self.{role}.fsdpSize) ? "
+                f"(self.{role}.fsdpSize * self.{role}.tensorParallelSize) % self.{role}.expertParallelSize == 0 : "
                 + _divide_pool(role, pool, "expertParallelSize", "pipelineParallelSize")
                 + ")"
             ),
             message=(
-                f"{role}.expertParallelSize must divide fsdpSize, or without it the GPUs of each pipeline stage in the "
-                f"{role}'s pool"
+                f"{role}.expertParallelSize must divide fsdpSize times tensorParallelSize, or without fsdpSize the "
+                f"GPUs of each pipeline stage in the {role}'s pool"
             ),
             field_path=f".{role}.expertParallelSize",
         )
@@ -133,17 +132,34 @@ PARALLEL_RULES = [
 
 
 def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
-    """Ranks that work on the same sequences communicate in every layer, so a node has all of them."""
+    """Ranks that compute a layer together communicate in every layer, so a node has all of them.
+
+    Only those that gather keys and values may be on several nodes: the trainer divides heads inside a node.
+    """
     for role, training, pool in _placed(spec):
-        if pool.gpus_per_node % training.num_peers:
-            field, value = _larger(training)
-            size = f"tensorParallelSize x sequenceParallelSize = {training.num_peers}"
-            why = f"does not divide the {pool.gpus_per_node} GPUs of a node of pool {pool.name}"
-            if role == "ref":
-                remedy = f"set placement.ref to {spec.placement.actor}, or give its nodes more GPUs"
-                yield f"actor.{field}", value, f"the reference is divided like the actor, and {size} {why}: {remedy}"
+        node, peers = pool.gpus_per_node, training.num_peers
+        if node % peers == 0:
+            continue
+        may_span = training.engine is Engine.FSDP and node % training.tensor_parallel_size == 0
+        if may_span and peers % node == 0 and pool.gpus % peers == 0:
+            continue
+        # If the layers fit a node, only the slices can be the reason.
+        field, value = ("sequenceParallelSize", training.sequence_parallel_size) if may_span else _larger(training)
+        size = f"tensorParallelSize x sequenceParallelSize = {peers}"
+        why = f"does not divide the {node} GPUs of a node of pool {pool.name}"
+        if role == "ref":
+            remedy = f"set placement.ref to {spec.placement.actor}, or give its nodes more GPUs"
+            yield f"actor.{field}", value, f"the reference is divided like the actor, and {size} {why}: {remedy}"
+        elif may_span:
+            if peers % node:
+                why += ", and is no multiple of them"
+                remedy = "use a divisor or a multiple"
             else:
-                yield f"{role}.{field}", value, f"{size} {why}: use divisors, or give its nodes more GPUs"
+                why += f", and its nodes together have {pool.gpus}, of which it is no divisor"
+                remedy = "use other sizes, give its nodes more GPUs, or add nodes"
+            yield f"{role}.{field}", value, f"{size} {why}: {remedy}"
+        else:
+            yield f"{role}.{field}", value, f"{size} {why}: use divisors, or give its nodes more GPUs"
 
 
 def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
@@ -192,23 +208,16 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
             yield field, size, f"{of_ref}{why}: {remedy}use a divisor, or remove the field"
 
 
-def _experts_are_in_whole_layers(spec: PPOJobSpec) -> Iterator[Problem]:
-    for role, training, _ in _placed(spec):
-        tensor = training.tensor_parallel_size
-        # The reference has the actor's sizes.
-        if role != "ref" and training.expert_parallel_size > 1 and tensor > 1:
-            why = f"is not supported with {role}.tensorParallelSize {tensor}: set one of the two to 1"
-            yield f"{role}.expertParallelSize", training.expert_parallel_size, why
-
-
 def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
-    """The ranks over which FSDP shards a copy are divided into whole groups that have all experts."""
+    """The ranks of a copy, or of its stage, are divided into whole groups that have all experts."""
     for role, training, pool in _placed(spec):
         size, stages = training.expert_parallel_size, training.pipeline_parallel_size
-        if size == 1 or training.tensor_parallel_size > 1:
+        tensor = training.tensor_parallel_size
+        if size == 1:
             continue
-        if training.fsdp_size is not None and role != "ref" and training.fsdp_size % size:
-            why = f"does not divide fsdpSize {training.fsdp_size}: use a divisor, or remove the field"
+        if training.fsdp_size is not None and role != "ref" and training.fsdp_size * tensor % size:
+            times = f" times tensorParallelSize {tensor}" * (tensor > 1)
+            why = f"does not divide fsdpSize {training.fsdp_size}{times}: use a divisor, or remove the field"
             yield f"{role}.expertParallelSize", size, why
         elif training.fsdp_size is None and pool.gpus % (size * stages):
             of_stages = f"times pipelineParallelSize {stages} " * (stages > 1)
@@ -262,7 +271,6 @@ PARALLEL_CHECKS = (
     _stages_fill_the_pools,
     _virtual_stages_are_of_a_pipeline,
     _copies_fill_the_pools,
-    _experts_are_in_whole_layers,
     _experts_fill_the_copies,
     _replicas_fit_their_nodes,
 )

@@ -38,7 +38,8 @@ def _shared_memory_is_part_of_the_memory(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _storage_hides_nothing(spec: PPOJobSpec) -> Iterator[Problem]:
     given = spec.storage.mount_path
-    path = PurePosixPath(given)
+    # Two leading slashes mean the same as one to Linux, not to PurePosixPath.
+    path = PurePosixPath("/" + given.lstrip("/"))
     if ".." in path.parts or "\0" in given or ":" in given:
         yield "storage.mountPath", given, "must be a path without .., colons and NUL, such as /data"
     elif str(path) in _SHARED or any(path.is_relative_to(folder) for folder in _SYSTEM):

@@ -214,6 +214,8 @@ class FailureRecord(ApiModel):
     """Exit code of the trainer."""
     address: Annotated[str, Field(max_length=64)] | None = None
     """IP address of the pod whose GPU has failed. Absent: another failure."""
+    only_processes: bool = False
+    """Processes were lost, and all pods of the fixed pools were still connected to Ray. False: also if not known."""
 
     def to_log_line(self) -> str:
         """Return the marked line that ends the driver's log."""

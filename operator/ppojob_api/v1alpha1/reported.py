@@ -78,9 +78,10 @@ class StepChecks(ApiModel):
     max_staleness: Annotated[int, _COUNT]
     """Steps between those weights and the weights that this step trained. 0: on-policy."""
     compared_weights_step: Annotated[int, _COUNT] | None = None
-    """Last step in which the parameters of all engines were read back and were equal to the actor's. Different ones end
-    the attempt. Absent: no step read back those of all engines. That needs CUDA and a model without experts. Otherwise
-    the loaded numbers are counted. The transfer's checksums are compared in every step."""
+    """Step after which the policy had the weights that were last read back from all engines and were equal to the
+    actor's. 0: initial weights. Different ones end the attempt. Absent: none were read back from all engines. That
+    needs CUDA and a model without experts. Otherwise the loaded numbers are counted. The transfer's checksums are
+    compared in every step."""
     rollout_probs_diff_mean: Number | None = None
     """Mean difference of the probabilities that trainer and engine give to the sampled tokens."""
     idle_fraction: Number

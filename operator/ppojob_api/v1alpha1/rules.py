@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from ppojob_api.v1alpha1.algorithm import RolloutCorrection
 from ppojob_api.v1alpha1.algorithm_rules import ALGORITHM_CHECKS, ALGORITHM_RULES
 from ppojob_api.v1alpha1.base import ApiModel, Problem, Rule
-from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_RULES
+from ppojob_api.v1alpha1.batch_rules import BATCH_CHECKS, BATCH_CHECKS_OF_NEW_JOBS, BATCH_RULES
 from ppojob_api.v1alpha1.constants import RAY_HEAD_PORTS
 from ppojob_api.v1alpha1.data_rules import DATA_CHECKS, DATA_RULES
 from ppojob_api.v1alpha1.device_rules import CLAIM_RULES, DEVICE_CHECKS, DEVICE_RULES
@@ -118,9 +118,13 @@ RULES_OF: dict[type[ApiModel], list[Rule]] = {
 """Rules on a section of the spec: of the CRD, by the section's model."""
 
 
-def check(spec: PPOJobSpec) -> Iterator[Problem]:
-    """Yield every problem of a spec that spans fields."""
-    for rule in _CHECKS:
+def check(spec: PPOJobSpec, *, is_accepted: bool = False) -> Iterator[Problem]:
+    """Yield every problem of a spec that spans fields.
+
+    Args:
+        is_accepted: leave out what a job may have that an earlier version accepted, and with which it can run.
+    """
+    for rule in _CHECKS if is_accepted else (*_CHECKS, *BATCH_CHECKS_OF_NEW_JOBS):
         yield from rule(spec)
 
 

@@ -29,7 +29,7 @@ _COLUMNS = (
     ("Step", "integer", ".status.progress.step", "Steps done"),
     ("Progress", "integer", ".status.progress.percentage", "Share of the steps that are done, in percent"),
     ("Reward", "string", ".status.progress.reward", "Mean score of the last step"),
-    ("Ready", "string", ".status.ready", "GPUs ready / wanted"),
+    ("Ready", "string", ".status.ready", "GPUs ready / requested"),
     ("Retries", "integer", ".status.retries.total", "Attempts that failed and were tried again"),
     ("Age", "date", ".metadata.creationTimestamp", ""),
     ("GPU-Hours", "string", ".status.gpuUsage.gpuHours", "GPU-hours for which the job has held GPUs"),

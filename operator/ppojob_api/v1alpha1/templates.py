@@ -181,8 +181,10 @@ def document_problems(raw: Mapping[str, Any]) -> list[FieldError]:
     return errors + template_problems(spec)
 
 
-def parse_with(raw: Mapping[str, Any], template: PinnedTemplate) -> tuple[Mapping[str, Any], PPOJobSpec | SpecError]:
-    """Return the completed spec of a job as it is on the wire, and the checked one or every problem.
+def parse_with(
+    raw: Mapping[str, Any], template: PinnedTemplate, *, is_accepted: bool = False
+) -> tuple[Mapping[str, Any], PPOJobSpec | SpecError]:
+    """Return the completed spec of a job as it is on the wire, and the checked one or every problem (`rules.check`).
 
     A problem of a value from the template names the template.
     """
@@ -191,7 +193,7 @@ def parse_with(raw: Mapping[str, Any], template: PinnedTemplate) -> tuple[Mappin
         return raw, SpecError([FieldError(each.path, each.value, f"{each.message} (in {name})") for each in found])
     wire = completed(raw, template.spec)
     try:
-        spec = parse_spec(wire)
+        spec = parse_spec(wire, is_accepted=is_accepted)
     except SpecError as error:
         return wire, SpecError([_with_origin(each, raw, wire, template) for each in error.errors])
     above = list(_above_the_limits(spec, template))

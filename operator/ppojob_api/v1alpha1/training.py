@@ -55,10 +55,13 @@ class Trained(ApiModel):
     Each of these steps is skipped."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Tensor parallelism (Megatron): GPUs that each hold a part of every layer. Must divide heads and intermediate
-    size. For models that do not fit otherwise."""
+    size. For models that do not fit otherwise. Experts stay whole: each GPU takes its part of the tokens to them."""
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Sequence parallelism (Ulysses): GPUs that each compute a slice of every sequence. Must divide the heads. For long
-    sequences: together, the GPUs process this many times maxTokensPerGPU."""
+    """Sequence parallelism: GPUs that each compute a slice of every sequence. As many of them as possible divide the
+    attention heads (Ulysses), and the remaining factor gathers keys and values (context parallelism), so the size may
+    be larger than the number of heads, and than a node: heads are divided within a node. For long sequences: together,
+    the GPUs process this many times maxTokensPerGPU.
+    """
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
     equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +
@@ -70,8 +73,8 @@ class Trained(ApiModel):
     network."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
     """Expert parallelism, for mixtures of experts: GPUs that each own some experts of every layer, to which the tokens
-    are sent. Must divide the number of experts and the GPUs over which FSDP shards a copy, or a pipeline stage of it
-    (fsdpSize). Refused with tensorParallelSize above 1. For mixtures whose layers are too large to gather."""
+    are sent. Must divide the number of experts and the GPUs of a copy, or of a pipeline stage of it (fsdpSize times
+    tensorParallelSize). For mixtures whose layers are too large to gather."""
     fsdp_size: int | None = Field(default=None, ge=1, le=65_536)
     """Hybrid sharding (HSDP): GPUs over which FSDP shards one copy of the model, of its tensor-parallel part or of its
     pipeline stage. The other GPUs hold further copies, whose gradients are averaged. Absent: all GPUs hold one copy. A
@@ -96,7 +99,8 @@ class ActorSpec(Trained):
     learning_rate: float = Field(default=1.0e-6, ge=0, le=1)
     """Learning rate of AdamW."""
     max_tokens_per_gpu: int = Field(default=16_384, ge=1, le=16_777_216)
-    """Tokens per forward and backward pass and GPU."""
+    """Tokens per forward and backward pass and GPU. Times sequenceParallelSize, at least data.maxPromptLength +
+    data.maxResponseLength (engine FSDP)."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
     """The probability ratio is clipped to at least 1 - this value. 1: no lower bound."""
     clip_ratio_high: float = Field(default=0.2, ge=0, le=1000)
@@ -121,7 +125,8 @@ class CriticSpec(Trained):
     learning_rate: float = Field(default=1.0e-5, ge=0, le=1)
     """Learning rate of AdamW."""
     max_tokens_per_gpu: int = Field(default=32_768, ge=1, le=16_777_216)
-    """Tokens per forward and backward pass and GPU."""
+    """Tokens per forward and backward pass and GPU. Times sequenceParallelSize, at least data.maxPromptLength +
+    data.maxResponseLength (engine FSDP)."""
     clip_range_value: float = Field(default=0.5, gt=0, le=1_000_000)
     """Values are clipped to the old values plus or minus this value."""
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN

@@ -65,8 +65,11 @@ class SpecError(ValueError):
         self.errors = tuple(errors)
 
 
-def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
+def parse_spec(raw: Mapping[str, Any], *, is_accepted: bool = False) -> PPOJobSpec:
     """Return the checked spec.
+
+    Args:
+        is_accepted: see `rules.check`.
 
     Raises:
         SpecError: with every problem: each field's path, its value, and what would be right.
@@ -76,7 +79,9 @@ def parse_spec(raw: Mapping[str, Any]) -> PPOJobSpec:
         spec = PPOJobSpec.model_validate(raw, by_alias=True, by_name=False)
     except ValidationError as error:
         raise SpecError(explained(error)) from error
-    problems = [FieldError(f"spec.{path}", value, message) for path, value, message in check(spec)]
+    problems = [
+        FieldError(f"spec.{path}", value, message) for path, value, message in check(spec, is_accepted=is_accepted)
+    ]
     if problems:
         raise SpecError(problems)
     return spec

@@ -7,7 +7,8 @@ reports and the operator itself write the PPOJob's status. It keeps a hash of ea
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from ppojob_operator.reading import read_cluster, read_fetch_job, read_pod
+from ppojob_operator.reading import read_cluster, read_fetch_job
+from ppojob_operator.reading_pods import read_pod
 from ppojob_operator.reconcile.status import OWNED
 
 _METADATA = ("uid", "generation", "deletionTimestamp", "labels", "annotations", "finalizers")

@@ -70,6 +70,9 @@ def pool_template(spec: PPOJobSpec, pool: Pool, key: JobKey, cluster: str) -> di
         container["resources"]["claims"] = [{"name": claim.name} for claim in pool.resource_claims]
     container["volumeMounts"].append({"name": _SHARED_MEMORY, "mountPath": "/dev/shm"})
     pod = _pod_spec(spec, pool, key, container)
+    # KubeRay's init container waits for the head in a shell. As process 1 of a PID namespace, it would ignore SIGTERM,
+    # and a deleted pod would keep its GPUs for the whole grace period.
+    pod["shareProcessNamespace"] = True
     shared_memory = {"medium": "Memory", "sizeLimit": times(each.shm, gpus)}
     pod["volumes"].append({"name": _SHARED_MEMORY, "emptyDir": shared_memory})
     if pool.resource_claims:

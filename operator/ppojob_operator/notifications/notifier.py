@@ -23,9 +23,9 @@ from ppojob_operator.api_server import ApiUnavailable
 from ppojob_operator.notifications.cloud_event import cloud_event, event_id
 from ppojob_operator.notifications.receiver import Outcome, Receiver
 from ppojob_operator.plan import Job, JobKey, Plan
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.outbox import with_notifications
 from ppojob_operator.settings import Settings
+from ppojob_operator.times import parse_time
 from ppojob_operator.work_queue import wait
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,14 @@ from ppojob_api.v1alpha1.resolve import driver_log, job_root
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Pod, RayJob, RayState, Trouble
 from ppojob_operator.reconcile import pods
+from ppojob_operator.reconcile.failure_policy import counted_retries
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 
 _SETTLING = timedelta(seconds=30)
 """Time for Ray to list a job that it accepted, and for the trainer to report a lost pod itself."""
 
+_MOST_ATTEMPTS = 10
+"""Attempts in one RayCluster after which a lost process replaces it: its pods may be the cause in spite of progress."""
 _SIGKILL = (137, -9)
 _USERS_ERRORS = {"JOB_ENTRYPOINT_COMMAND_ERROR", "JOB_ENTRYPOINT_COMMAND_START_ERROR", "RUNTIME_ENV_SETUP_FAILURE"}
 _MAX_LENGTH = 32_000
@@ -44,7 +47,11 @@ def failure_of(situation: Situation) -> Failure | None:
 def _ended(situation: Situation, ray_job: RayJob) -> Failure:
     record = FailureRecord.from_log(situation.observed.log_tail or "")
     lost = pods.lost(situation)
-    is_suspect = lost is None or not pods.are_replaced(situation)
+    # The pods are fine after a loss of processes, but a second one without a newer checkpoint may be due to them.
+    is_repeated = counted_retries(situation).since_progress > 0 or not situation.is_cluster_young(_MOST_ATTEMPTS)
+    is_suspect = not pods.are_replaced(situation)
+    if lost is None:
+        is_suspect = is_repeated or record is None or not record.only_processes
     if _may_be_caused_by_a_loss(record, is_lost=lost is not None) and (out_of_memory := _out_of_memory(situation)):
         return out_of_memory
     if record is not None and (record.kind is not FailureKind.USER or lost is None):
@@ -60,7 +67,7 @@ def _ended(situation: Situation, ray_job: RayJob) -> Failure:
             "the trainer was terminated by SIGKILL, most likely because the head pod ran out of memory: "
             f"raise spec.head.resources.memory ({situation.spec.head.resources.memory})"
         )
-        return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code)
+        return Failure(FailureKind.USER, Reason.OUT_OF_MEMORY, message, ray_job.exit_code, is_repeated)
     message = f"the trainer exited without reporting a reason: {_last_line(situation, ray_job)}"
     return Failure(FailureKind.USER, Reason.TRAINER_FAILED, message, ray_job.exit_code, is_cluster_suspect=False)
 

@@ -13,11 +13,11 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import PPOJobStatus
 from ppojob_api.v1alpha1.validation import SpecError
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile import images
 from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import CAPACITY_REASONS, PoolsFinding
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.times import parse_time
 
 
 def exceeded(situation: Situation, pools: Finding, step: Step) -> Failure | None:

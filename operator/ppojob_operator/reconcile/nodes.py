@@ -11,11 +11,11 @@ from datetime import timedelta
 from ppojob_api.v1alpha1.constants import MAX_AVOIDED_NODES, Reason
 from ppojob_api.v1alpha1.status import AvoidedNode
 from ppojob_operator.plan import Pod
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile import pods
 from ppojob_operator.reconcile.failure_policy import has_progressed
 from ppojob_operator.reconcile.situation import Failure, Situation
 from ppojob_operator.reconcile.status import format_time
+from ppojob_operator.times import parse_time
 
 _EXPIRY = timedelta(hours=6)
 

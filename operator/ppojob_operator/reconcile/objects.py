@@ -27,11 +27,11 @@ from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
 from ppojob_operator.manifests.submission import submission
 from ppojob_operator.plan import ALIVE, EventRecord, Job, Manifest, Observed, Submission
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.layout import spec_in_force
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Finding, Situation
 from ppojob_operator.reconcile.states import is_finished
+from ppojob_operator.times import parse_time
 
 _MAX_STOP_WAIT = timedelta(seconds=60)
 """Longest wait for the end of an earlier attempt. Ray sends SIGKILL three seconds after a stop request."""

@@ -22,9 +22,9 @@ from ppojob_api.v1alpha1.notification import (
     RecentWarning,
 )
 from ppojob_operator.plan import Job, Plan
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.states import Event, State
 from ppojob_operator.reconcile.status import format_time, owned
+from ppojob_operator.times import parse_time
 
 STATES: Mapping[str, tuple[NotificationType, str]] = {
     State.QUEUED: (NotificationType.QUEUED, Condition.ADMITTED),

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import MAX_REPORT_INTERVAL_SECONDS, Activity, FailureKind
 from ppojob_operator.plan import EventRecord, RayState
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
+from ppojob_operator.times import parse_time
 
 _REPORT_TIMEOUT = timedelta(seconds=2 * MAX_REPORT_INTERVAL_SECONDS)
 """Time without a report before Progressing is Unknown; with many jobs a trainer reports only every 30 seconds."""

@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, StopStatus
 from ppojob_operator.manifests import naming
 from ppojob_operator.plan import Cluster, Job, Observed, Pod, RayJob
-from ppojob_operator.reading import parse_time
+from ppojob_operator.times import parse_time
 
 _NEWLINE = "\n"
 _HEADLINE_LENGTH = 500
@@ -115,8 +115,15 @@ class Situation:
     @property
     def own_cluster_name(self) -> str:
         """Name of the current attempt's RayCluster if it does not reuse an earlier one's."""
+        return self._cluster_name_of(self.attempt)
+
+    def _cluster_name_of(self, attempt: int) -> str:
         secret = self.observed.surroundings.dashboard_key
-        return naming.cluster_name(self.job.key.name, self.job.uid, self.attempt, secret)
+        return naming.cluster_name(self.job.key.name, self.job.uid, attempt, secret)
+
+    def is_cluster_young(self, attempts: int) -> bool:
+        """Return whether the RayCluster was created for one of the last attempts, the current one included."""
+        return any(self._cluster_name_of(self.attempt - age) == self.cluster_name for age in range(attempts))
 
     @property
     def avoided_nodes(self) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from ppojob_api.v1alpha1.reported import Progress
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, GPUUsage, PPOJobStatus
 from ppojob_operator.plan import EventRecord, Job, Manifest, Plan
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.situation import Finding
 from ppojob_operator.reconcile.states import phase_of, state_of
+from ppojob_operator.times import parse_time
 
 _ORDER = (
     Condition.TEMPLATE_RESOLVED,

@@ -22,12 +22,13 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.layout import layout_of
 from ppojob_api.v1alpha1.status import StopStatus
 from ppojob_operator.plan import EventRecord
-from ppojob_operator.reading import parse_time, with_nodes
+from ppojob_operator.reading import with_nodes
 from ppojob_operator.reconcile import layout, pods, queueing
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.progress import stalled
 from ppojob_operator.reconcile.situation import Failure, Finding, Situation
 from ppojob_operator.reconcile.status import format_time
+from ppojob_operator.times import parse_time
 
 _STOPPING_INTERVAL = 3.0
 _SOON = 1.0

@@ -16,8 +16,8 @@ from ppojob_api.v1alpha1.progress import Activity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import GPUUsage, PPOJobStatus
 from ppojob_operator.plan import Job, Observed, Plan
-from ppojob_operator.reading import parse_time
 from ppojob_operator.reconcile.status import format_time, owned
+from ppojob_operator.times import parse_time
 
 INTERVAL = timedelta(minutes=10)
 """Longest time without a count: a write for the count alone costs the API server as much as any other."""

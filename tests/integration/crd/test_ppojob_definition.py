@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from tests.bad_specs import BAD_SPECS, GOOD, BadSpec
 from tests.examples import EXAMPLES, name_of
 from tests.integration.conftest import POLICY_DENIED
+from tests.integration.crd.server_words import OTHER_WORDS
 
 ACCEPTED = {
     "type": "Accepted",
@@ -23,52 +24,6 @@ ACCEPTED = {
     "message": "",
     "lastTransitionTime": "2026-01-01T00:00:00Z",
     "observedGeneration": 1,
-}
-
-# Where the API server or kubectl itself names the place in other words than we do.
-OTHER_WORDS = {
-    "pool name twice": 'spec.pools[1]: Duplicate value: {"name":"actor"}',
-    "variable given twice": 'spec.env[1]: Duplicate value: {"name":"A"}',
-    "GPUs not given": 'spec.pools: ["actor"]: pools[].gpusPerNode is required',
-    "claims without a word about the GPUs": "with resourceClaims, gpuResourceName is required",
-    "elastic bounds the wrong way round": "spec.pools[2].elastic: Invalid value",
-    "elastic pool of the critic": "an elastic pool only generates: name it in placement.rollout",
-    "elastic pool of the actor": "an elastic pool only generates: name it in placement.rollout",
-    "elastic pool that does not generate": "an elastic pool only generates: name it in placement.rollout",
-    "no engine at the start": "no pool would generate at the start: set elastic.minNodes",
-    "no name": "resource name may not be empty",
-    "reward model that nobody asks": "spec.model.reward: ",
-    "a missing pool shared with the rollout": "each entry of placement.rollout must be the name of one of spec.pools",
-    "one pool that generates twice": "a pool is listed twice: remove one",
-    "worker in a missing pool": "the pool of each worker must be the name of one of spec.pools",
-    "fewest nodes above the nodes": "minNodes of a pool must not be above its nodes",
-    "pool with Kueue's name for the head": "with runPolicy.queueName, no pool may be called head",
-    "most nodes below the nodes": "maxNodes of a pool must not be below its nodes",
-    "claim twice": 'spec.pools[0].resourceClaims[1]: Duplicate value: {"name":"gpus"}',
-    "relative path of prompts": "each of data.train.files.paths must be an absolute path, or an address",
-    "file of the hub without its path": "each of data.train.files.paths must be an absolute path, or an address",
-    "model of the hub without its scheme": "model.actor.path must be an absolute path, or an address: hf://",
-    "file of no known format": "spec.data.train.files.paths: Invalid value",
-    "files of two formats": "spec.data.validation.files.paths: Invalid value",
-    "relative path of a worker": "path of each worker must begin with / and end with .py",
-    "worker twice": 'spec.workers[1]: Duplicate value: {"name":"shaper"}',
-    "tensor parallel size that does not divide the node": "actor.tensorParallelSize times sequenceParallelSize must",
-    "tensor parallel size that spans nodes": "must divide gpusPerNode of the actor's pool",
-    "tensor and sequence parallelism for more GPUs than a node has": "must divide gpusPerNode of the actor's pool",
-    "copies that do not fill the pool": "actor.fsdpSize must be a multiple of sequenceParallelSize",
-    "stages that do not divide the pool": "actor.pipelineParallelSize times tensorParallelSize and sequenceParallel",
-    "virtual stages without a pipeline": "actor.virtualPipelineParallelSize above 1 needs pipelineParallelSize above 1",
-    "experts that do not divide the pool": "actor.expertParallelSize must divide fsdpSize, or without it the GPUs of",
-    "experts that do not divide a stage": "or without it the GPUs of each pipeline stage in the actor's pool",
-    "experts over more ranks than a copy has": "actor.expertParallelSize must divide fsdpSize",
-    "critic's slices for more GPUs than it has": "critic.tensorParallelSize times sequenceParallelSize must divide",
-    "source of a mixture twice": 'spec.data.train.mixture[2]: Duplicate value: {"name":"sums"}',
-    "relative path in a mixture": 'spec.data.train.mixture: ["own"]: each of files.paths of each source must be an',
-    "files of two formats in one source of a mixture": "spec.data.train.mixture[1].files.paths: Invalid value",
-    "data set of the hub without its scheme in a mixture": (
-        'spec.data.train.mixture: ["openai/gsm8k"]: huggingFace.path of each source must be an absolute path'
-    ),
-    "another version": 'no matches for kind "PPOJob" in version "ppojob.dev/v2"',
 }
 
 TRAINED: dict[str, Any] = {

@@ -57,9 +57,9 @@ def rights_of(chart: list[dict[str, Any]]) -> set[Right]:
 
 
 def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operator: Any, proxy: HidingProxy) -> None:
-    policy = {"activeDeadlineSeconds": 20, "ttlSecondsAfterFinished": 1}
-    name = jobs.create(runPolicy=policy)
+    name = jobs.create(runPolicy={"ttlSecondsAfterFinished": 1})
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
+    kubectl("patch", "ppojob", name, "--type=merge", "-p", '{"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}}')
     kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
     jobs.create(runPolicy={"queueName": "gpus"})
     fetched = jobs.create(model={"actor": {"path": "hf://acme/tiny"}})

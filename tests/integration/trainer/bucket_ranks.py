@@ -15,8 +15,9 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.mesh import init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
 LIMIT_S = 120.0

@@ -1,17 +1,14 @@
 """Pushes weights to a real vLLM engine of two tensor-parallel workers; prints what was seen as JSON.
 
-`divided` runs it as a process, `python -m tests.integration.trainer.divided_engine MODEL DEVICE BACKEND ...`, because
-vLLM reads its environment at its import. The engine is connected by one backend after the other. On CUDA, worker i has
-GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one; with backend
-cuda_ipc, on the worker's.
+`divided` runs it with the arguments MODEL DEVICE BACKEND ... The engine is connected by one backend after the other. On
+CUDA, worker i has GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one;
+with backend cuda_ipc, on the worker's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,8 +21,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
 from ppojob_trainer.engines.weights.announcements import COMPARED_EVERY
 from tests.integration.trainer.in_flight_updates import Source, log_probs, other_weights
+from tests.integration.trainer.separate_process import print_seen, seen_by
 
-PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.divided_engine"
 LIMIT_S = 300.0
 SIZE = 2
@@ -35,12 +32,7 @@ SAMPLING = SamplingOptions(max_tokens=24, ignore_eos=True)
 
 def divided(model: Path, device: str, *backends: str, limit: float) -> dict[str, Any]:
     """Run this module as a process and return what it has seen with each backend."""
-    command = [sys.executable, "-m", MODULE, str(model), device, *backends]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return seen_by(MODULE, str(model), device, *backends, limit=limit)
 
 
 class Pushes:
@@ -152,12 +144,12 @@ async def scenario(path: str, options: RolloutOptions, backends: Sequence[str]) 
     engine = RolloutEngine(options)
     await engine.start()
     old, new = other_weights(path)
-    seen = {backend: await seen_by(engine, backend, old, new) for backend in backends}
+    seen = {backend: await seen_with(engine, backend, old, new) for backend in backends}
     await engine.shutdown()
     return seen
 
 
-async def seen_by(engine: Any, backend: str, old: Any, new: Any) -> dict[str, Any]:
+async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, Any]:
     import torch
 
     from ppojob_trainer.engines.errors import RolloutError
@@ -198,7 +190,7 @@ def main() -> None:
         engine_args={} if is_cuda else {"tensor_parallel_size": SIZE, "distributed_executor_backend": "mp"},
     )
     os.environ.update(environment(options, num_threads=1))
-    print("SEEN " + json.dumps(asyncio.run(scenario(path, options, backends))))
+    print_seen(asyncio.run(scenario(path, options, backends)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Pushes weights to a real vLLM engine of two workers that round them to FP8; prints what was seen as JSON.
 
-`vllm_agreement.agreement` runs it as a process, `python -m ... MODEL`: vLLM reads its environment at its import. At the
-end, one worker's sender fails, and the other worker waits for the first in the reduction of the rounding.
+`separate_process.seen_by` runs it with the argument MODEL. At the end, one worker's sender fails, and the other worker
+waits for the first in the reduction of the rounding.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, environment
 from tests.integration.trainer.divided_engine import LIMIT_S, PROMPT, SAMPLING, SIZE, Pushes
 from tests.integration.trainer.in_flight_updates import BrokenSource, other_weights
+from tests.integration.trainer.separate_process import print_seen
 
 SHORT_LIMIT_S = 20.0
 """Twice what the engine waits for a push that one of its workers cannot end."""
@@ -112,7 +112,7 @@ def main() -> None:
         },
     )
     os.environ.update(environment(options, num_threads=1))
-    print("SEEN " + json.dumps(asyncio.run(scenario(sys.argv[1], options))))
+    print_seen(asyncio.run(scenario(sys.argv[1], options)))
 
 
 if __name__ == "__main__":

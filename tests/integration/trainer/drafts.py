@@ -1,14 +1,12 @@
 """Generates with a real vLLM engine, without and with drafts; prints what was seen as JSON. See test_drafts.py.
 
-`python -m tests.integration.trainer.drafts MODEL DEVICE`: a process, because vLLM reads its environment at its import.
+`generated` runs it with the arguments MODEL DEVICE.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import Any
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
+from tests.integration.trainer.separate_process import print_seen, seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.drafts"
 NUM_PROMPTS, NUM_TOKENS = 12, 96
 SAMPLINGS = {
@@ -43,12 +41,7 @@ def write_repeating_model(folder: Path) -> Path:
 
 def generated(model: Path, device: str, limit: float) -> dict[str, Any]:
     """Run this module as a process and return its responses for each of `SAMPLINGS`, `without` and `with` drafts."""
-    command = [sys.executable, "-m", MODULE, str(model), device]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return seen_by(MODULE, str(model), device, limit=limit)
 
 
 def prompts() -> list[list[int]]:
@@ -89,7 +82,7 @@ def main() -> None:
     os.environ.update(environment(options, num_threads=2))
     seen = {"without": asyncio.run(scenario(options))}
     seen["with"] = asyncio.run(scenario(replace(options, speculative=SpeculativeSpec())))
-    print("SEEN " + json.dumps(seen))
+    print_seen(seen)
 
 
 if __name__ == "__main__":

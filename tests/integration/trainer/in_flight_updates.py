@@ -1,15 +1,12 @@
 """Changes the weights of a real vLLM engine while it generates; prints what was seen as JSON.
 
-`python -m tests.integration.trainer.in_flight_updates MODEL [drafts]`: a process, because vLLM reads its environment at
-its import. See test_in_flight_updates.py.
+`seen_of` runs it with the arguments MODEL [drafts]. See test_in_flight_updates.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
+from tests.integration.trainer.separate_process import print_seen, seen_by
 
-PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.in_flight_updates"
 LIMIT_S = 120.0
 NUM_SAMPLES, NUM_TOKENS, BLOCK = 4, 256, 32
@@ -34,12 +33,7 @@ _TRIES = 8
 
 def seen_of(model: Path, limit: float, *, drafts: bool) -> dict[str, Any]:
     """Run this module as a process and return what it has seen."""
-    command = [sys.executable, "-m", MODULE, str(model), *(["drafts"] if drafts else [])]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return seen_by(MODULE, str(model), *(["drafts"] if drafts else []), limit=limit)
 
 
 class Source:
@@ -139,6 +133,23 @@ class Scene:
         generating = asyncio.create_task(self.generate())
         self.sender = await connected(self.engine, self.source)
         return says, generating
+
+    async def lost(self) -> list[str]:
+        """Kill vLLM's process while it waits for weights; return what the engine says then, and in the next call."""
+        from ppojob_trainer.engines.errors import EngineLostError
+
+        updating = asyncio.create_task(self.engine.update_weights(self.version + 1))
+        await asyncio.sleep(1.0)
+        (core,) = (one for one in psutil.Process().children(recursive=True) if one.name().startswith("VLLM"))
+        core.kill()
+        says, began = [], time.perf_counter()
+        for call in (updating, self.engine.reset_prefix_cache()):
+            try:
+                await call
+            except EngineLostError as error:
+                says.append(str(error))
+        assert time.perf_counter() - began < LIMIT_S / 4, "it waited for an answer"
+        return says
 
     async def interrupted(
         self, model: Any, seconds: float, *, is_repeated: bool = False
@@ -253,6 +264,7 @@ async def scenario(path: str, options: RolloutOptions) -> dict[str, Any]:
     seen["waits"] = not done
     await scene.push(new)
     seen["after a broken push"] = [plain(one) for one in await waiting]
+    seen["lost"] = await scene.lost()
     scene.sender.close()
     await engine.shutdown()
     return seen
@@ -271,7 +283,7 @@ def main() -> None:
         engine_args={"block_size": BLOCK},
     )
     os.environ.update(environment(options, num_threads=1))
-    print("SEEN " + json.dumps(asyncio.run(scenario(path, options))))
+    print_seen(asyncio.run(scenario(path, options)))
 
 
 if __name__ == "__main__":

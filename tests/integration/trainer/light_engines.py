@@ -12,7 +12,6 @@ import queue
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -104,7 +103,6 @@ class LightReplica(RolloutWorker):
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
         self._drawn = _Drawn(0)
-        self._starting: Future[None]
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
         assert isinstance(self._drawn.finished, queue.SimpleQueue)

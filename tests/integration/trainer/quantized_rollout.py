@@ -1,6 +1,6 @@
 """Trains one step and pushes weights to a real vLLM engine that rounds them; prints what was seen as JSON.
 
-`vllm_agreement.agreement` runs it as `python -m ... MODEL DEVICE BACKEND LEARNING_RATE`. On CUDA, the engine has all of
+`separate_process.seen_by` runs it with the arguments MODEL DEVICE BACKEND LEARNING_RATE. On CUDA, the engine has all of
 its defaults: compiled layers, CUDA graphs, and the sleep that discards weights. On the CPU, vLLM multiplies the same
 rounded numbers with another kernel. See test_quantized_rollout.py.
 """
@@ -8,7 +8,6 @@ rounded numbers with another kernel. See test_quantized_rollout.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from ppojob_api.v1alpha1.algorithm import RolloutCorrection
 from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, environment
+from tests.integration.trainer.separate_process import VISIBLE_GPUS, gpu, print_seen
 from tests.integration.trainer.vllm_agreement import (
     LIMIT_SECONDS,
     NUM_PROMPTS,
@@ -40,7 +40,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str, learning_ra
     seen: dict[str, Any] = {"start_seconds": time.perf_counter() - started}
     (seen["bytes_at_start"],) = await engine._workers("ppojob_bytes_by_format")
     # vLLM's child process has its GPU now; the trainer takes the first.
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    os.environ[VISIBLE_GPUS] = gpu(0)
     learning = {"learning_rate": learning_rate, "correction": RolloutCorrection()}
     trainer, prompts = make_trainer(path, options.device, backend, "bfloat16", **learning), chat_prompts(path)
     order = list(range(NUM_PROMPTS))
@@ -82,9 +82,9 @@ def main() -> None:
     )
     os.environ.update(environment(options, num_threads=2))
     if is_cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1" if backend == "nccl" else "0"
+        os.environ[VISIBLE_GPUS] = gpu(1 if backend == "nccl" else 0)
     seen = asyncio.run(scenario(path, options, backend, learning_rate))
-    print("SEEN " + json.dumps(seen))
+    print_seen(seen)
 
 
 if __name__ == "__main__":

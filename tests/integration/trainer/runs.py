@@ -39,7 +39,7 @@ SPLIT = {
     "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"},
 }
 ONE_POOL = {"pools": [{"name": "one", "gpusPerNode": 2}], "placement": {"actor": "one"}}
-TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_")
+TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_", "restart/")
 OF_LAYOUT = ("rollout/engines", "sampling/surplus_prompts", "sampling/surplus_samples")
 """Another layout may have another number of engines, and may have begun other prompts when a batch was full."""
 STEPS = 3

@@ -1,13 +1,11 @@
 """Exports a tiny model as a job does, and asks transformers and vLLM to answer a chat; prints what was seen as JSON.
 
-`python -m tests.integration.trainer.serve_export FOLDER`. A separate process, because vLLM reads its environment when
-it is imported. See test_served_export.py.
+`separate_process.seen_by` runs it with the argument FOLDER. See test_served_export.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, environment
+from tests.integration.trainer.separate_process import print_seen
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -41,7 +40,8 @@ def export(root: Path) -> Path:
     from ppojob_api.v1alpha1.training import ActorSpec
     from ppojob_api.v1alpha1.validation import parse_spec
     from ppojob_trainer.engines.network import listen
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.dims import ParallelDims
+    from ppojob_trainer.engines.train.mesh import init_process_group
     from ppojob_trainer.main.exports import JobExports
     from ppojob_trainer.telemetry import RunFiles
     from tests.good_spec import GOOD
@@ -88,7 +88,7 @@ def main() -> None:
     os.environ.update(environment(RolloutOptions(path=str(root), device=Device.CPU, max_model_len=64), num_threads=1))
     folder = export(root)
     found = {"transformers": seen_by_transformers(folder), "vllm": seen_by_vllm(folder)}
-    print(f"SEEN {json.dumps(found)}")
+    print_seen(found)
 
 
 if __name__ == "__main__":

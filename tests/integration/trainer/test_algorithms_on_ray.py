@@ -88,6 +88,7 @@ def test_dynamic_sampling_leaves_only_prompts_whose_scores_differ(serial: Run) -
         assert record["sampling/kept_share"] == 8 / record["sampling/prompts"]
 
 
+@pytest.mark.long
 def test_overlapped_fills_the_batch_while_it_generates_and_gives_the_same_numbers(
     serial: Run, model: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_overlapped_fills_the_batch_while_it_generates_and_gives_the_same_number
     assert_same_weights(overlapped, serial, model)
 
 
+@pytest.mark.long
 def test_a_reward_that_never_differs_ends_the_run_by_name(model: Path, tmp_path: Path) -> None:
     constant = tmp_path / "constant.py"
     constant.write_text("def compute_score(**_):\n    return 1.0\n")
@@ -113,6 +115,7 @@ def test_a_reward_that_never_differs_ends_the_run_by_name(model: Path, tmp_path:
     assert (failed.value.record.reason, failed.value.record.kind) == ("BatchNotFilled", FailureKind.PERMANENT)
 
 
+@pytest.mark.long
 def test_a_wrong_function_ends_the_run_before_models_are_loaded(model: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def compute_advantages(inputs):\n    return inputs.rewards.sum(dim=1)\n")

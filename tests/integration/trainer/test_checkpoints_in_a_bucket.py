@@ -16,7 +16,8 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_trainer.checkpoints import BucketRefusedError, CheckpointUnreadableError, FencedOutError, open_store
 from ppojob_trainer.engines.network import listen
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from tests.integration.trainer import bucket_ranks
 from tests.integration.trainer.runs import (
     STEPS,

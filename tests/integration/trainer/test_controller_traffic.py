@@ -34,7 +34,7 @@ from ppojob_trainer.worker_groups.placement import place
 from ppojob_trainer.worker_groups.roles.data import DataWorker
 from ppojob_trainer.worker_groups.roles.reward import RewardWorker
 from ppojob_trainer.worker_groups.roles.trained import join
-from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
+from ppojob_trainer.worker_groups.roles.weights import WeightsGroup, _Connection
 from ppojob_trainer.worker_groups.table import Table
 from tests.integration.trainer.runs import TASK, job_of, spec_of
 from tests.integration.trainer.traffic_workers import (
@@ -131,7 +131,7 @@ def groups(spec: PPOJobSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 async def connect_nothing(weights: WeightsGroup) -> list[Transports]:
     """Connect: the engines here have no weights, and the senders return receipts without a connection."""
-    weights._connected = weights._members()
+    weights._connection = _Connection(weights._members(), weights._link_plans(), weights._receiving())
     return []
 
 
@@ -147,10 +147,14 @@ async def make_ready(groups: Groups) -> None:
     await groups.rollout.load()
 
 
+async def has_engine() -> bool:
+    return True
+
+
 async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
     """Run a step, and see that both updates read all of their columns."""
     prepared = await ppo.prepare(step)
-    updated = {**await ppo.apply(prepared), **await ppo.late_metrics()}
+    updated = {**await ppo.apply(prepared, has_engine), **await ppo.late_metrics()}
     tokens, responses = sum(prepared.batch.tokens), sum(prepared.batch.sums[Keys.RESPONSE_MASK])
     assert ROWS * (length - 7) < responses <= ROWS * length
     # A metric is the mean over the ranks. The first column has the prompts' tokens, too.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.integration.trainer.vllm_agreement import agreement
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -20,7 +20,7 @@ LARGEST_GAP = 1.0
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = write_tiny_model(tmp_path_factory.mktemp("model"), "llama", num_attention_heads=4, head_dim=32)
-    return agreement(str(model), limit=LIMIT_S, module=MODULE)
+    return seen_by(MODULE, str(model), limit=LIMIT_S)
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.test_vllm_agreement import LIMIT_SECONDS
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.integration.trainer.vllm_agreement import agreement
+from tests.integration.trainer.vllm_agreement import MODULE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
 
@@ -60,7 +61,7 @@ CHECKED, ALSO = ("qwen3_moe", "deepseek_v3"), ("mixtral",)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models") / request.param
     model = write_tiny_model(folder, request.param, **EXPERTS, **FAMILIES[request.param])
-    return agreement(str(model), "CPU", "gloo", "float32", "replay", limit=LIMIT_SECONDS)
+    return seen_by(MODULE, str(model), "CPU", "gloo", "float32", "replay", limit=LIMIT_SECONDS)
 
 
 def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:

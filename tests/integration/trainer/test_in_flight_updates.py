@@ -83,3 +83,9 @@ def test_a_push_after_one_that_broke_off_is_whole(seen: dict[str, Any]) -> None:
     for one, other in zip(seen["after a broken push"], seen["alone with new"], strict=True):
         assert one["tokens"] == other["tokens"]
         assert_equal(one["log_probs"], other["log_probs"], seen["same"])
+
+
+def test_an_engine_that_exits_while_it_waits_for_weights_is_lost_at_once(seen: dict[str, Any]) -> None:
+    in_the_push, after_it = seen["lost"]
+    assert in_the_push.startswith("vLLM's engine exited before it finished ppojob_receive_weights")
+    assert after_it.startswith("vLLM's engine exited before it cleared its cache")

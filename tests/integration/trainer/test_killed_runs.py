@@ -56,6 +56,7 @@ def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     assert not list((tmp_path / "checkpoints").glob(".step-*")), "what the kill left half done is gone"
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_lost_a_file_is_refused_with_the_older_one(
     undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:

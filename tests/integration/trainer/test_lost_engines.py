@@ -86,7 +86,12 @@ def assert_lost_but_equal(found: Run, whole: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "mode"), [(LosesItsProcess, "Overlapped"), (LosesVllm, "Serial"), (LosesItsProcess, "Serial")]
+    ("worker", "mode"),
+    [
+        (LosesItsProcess, "Overlapped"),
+        pytest.param(LosesVllm, "Serial", marks=pytest.mark.long),
+        pytest.param(LosesItsProcess, "Serial", marks=pytest.mark.long),
+    ],
 )
 def test_the_other_engine_repeats_the_samples_and_no_number_changes(
     model: Path,
@@ -109,6 +114,7 @@ def test_the_other_engine_repeats_the_samples_and_no_number_changes(
     assert_same_weights(found, whole, model)
 
 
+@pytest.mark.long
 def test_an_engine_that_is_lost_while_it_is_idle_is_left_out_of_the_next_push(
     model: Path, tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +127,7 @@ def test_an_engine_that_is_lost_while_it_is_idle_is_left_out_of_the_next_push(
     assert_same_weights(found, whole, model)
 
 
+@pytest.mark.long
 def test_responses_that_wait_in_one_step_off_are_not_lost_with_the_process_of_their_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def off(model: Path, staleness: int, **changes: Any) -> dict[str, Any]:
     return spec_of(model, pools=POOLS, placement=PLACEMENT, schedule=schedule, algorithm=algorithm, **changes)
 
 
+@pytest.mark.long
 def test_the_reward_rises_and_every_response_is_one_step_old(model: Path, tmp_path: Path) -> None:
     raw = off(
         model,
@@ -97,7 +98,8 @@ def num_records(root: Path) -> int:
     return path.read_text().count("\n") if path.is_file() else 0
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path: Path, staleness: int) -> None:
     spec = off(
         model,

@@ -46,6 +46,7 @@ def test_it_trains_two_steps_and_its_weights_are_generated_with_and_exported(mod
     assert any(not before[name].to(after[name].dtype).equal(after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_a_class_that_is_not_there_ends_the_run_before_models_are_loaded(model: Path, tmp_path: Path) -> None:
     with pytest.raises(JobFailedError, match=r"(actor|critic)\.engineClass: .* has no class 'Missing'") as failed:
         finish(tmp_path, own(model, className="Missing"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.resolve import JobFile, resolve
+from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.status_server import OperatorMetrics
 from ppojob_trainer.controller.loop import Outcome
@@ -129,6 +129,7 @@ def resumed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finish(root, mixture_spec(model, **{**slow, **ONE_POOL}), attempt=1)
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_and_resumed_with_two_ranks_has_the_same_numbers(
     undisturbed: Run, resumed: Run, model: Path
 ) -> None:
@@ -138,19 +139,13 @@ def test_a_run_that_was_stopped_and_resumed_with_two_ranks_has_the_same_numbers(
     assert {"actor-0", "actor-1", "critic-1", "ref-1"} <= logs
 
 
+@pytest.mark.long
 def test_two_ranks_send_the_same_model_to_the_rollout(resumed: Run) -> None:
     for step in range(1, STEPS + 1):
         assert resumed.records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL, step
 
 
-def test_no_process_is_left(resumed: Run) -> None:
-    deadline = time.monotonic() + 30
-    while (left := children_of_ray()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-
-    assert left == []
-
-
+@pytest.mark.long
 def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path) -> None:
     shared = {"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]}}
 
@@ -160,6 +155,7 @@ def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, m
     assert_same_weights(found, undisturbed, model)
 
 
+@pytest.mark.long
 def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Path) -> None:
     grpo: dict[str, Any] = {
         "algorithm": {"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
@@ -190,7 +186,10 @@ def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Pa
     assert beside == [True, False], "log-probs run beside generation, in Overlapped only"
 
 
-def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An epoch of GRPO on adapters, in this process."""
+    root = tmp_path_factory.mktemp("adapted")
     lora = {"path": str(model), "lora": {"rank": 8, "targetModules": ["q_proj", "down_proj"]}}
     data = spec_of(model)["data"]
     # Two batches of eight prompts; the others are left out of the epoch.
@@ -206,18 +205,27 @@ def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout
         trainer={"totalEpochs": 1, "validateEverySteps": 0},
     )
     del raw["placement"]
-    job: JobFile = job_of(tmp_path, raw)
-    assert job.spec.placement.ref == "one"
+    assert job_of(root, raw).spec.placement.ref == "one"
+    return finish(root, raw, steps=2)
 
-    records = finish(tmp_path, raw, steps=2).records
 
+def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout(adapted: Run) -> None:
+    records = adapted.records
     assert [records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL for step in (1, 2)] == [True, True]
     # The policy begins as its reference, and moves away from it.
     assert abs(records[1]["actor/reward_kl_penalty"]) < 1e-6
     assert records[2]["actor/reward_kl_penalty"] != 0
     assert "timing_s/values" not in records[1]
     assert abs(records[1]["critic/advantages/mean"]) < 0.1, "a group's advantages sum to 0"
-    assert list(tmp_path.glob("**/adapter/adapter_model.safetensors"))
+    assert list(adapted.root.glob("**/adapter/adapter_model.safetensors"))
+
+
+def test_no_process_is_left(adapted: Run) -> None:
+    deadline = time.monotonic() + 30
+    while (left := children_of_ray()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+    assert left == []
 
 
 def has_record(root: Path, step: int) -> bool:

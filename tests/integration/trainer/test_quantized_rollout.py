@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer.quantized_checks import check_correction, check_log_probs, check_read_back
+from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.integration.trainer.vllm_agreement import agreement
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ MODULE = "tests.integration.trainer.quantized_rollout"
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    return agreement(str(model), "CPU", "gloo", "0.01", limit=LIMIT_SECONDS, module=MODULE)
+    return seen_by(MODULE, str(model), "CPU", "gloo", "0.01", limit=LIMIT_SECONDS)
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

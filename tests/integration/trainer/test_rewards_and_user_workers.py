@@ -173,6 +173,7 @@ def unreliable(model: Path, **function: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.long
 def test_responses_without_a_score_are_dropped_and_the_others_train(model: Path, tmp_path: Path) -> None:
     raw = unreliable(model, onError="Drop", kwargs={"hangs": True}, timeoutSeconds=1, concurrency=4)
 
@@ -193,6 +194,7 @@ def test_responses_without_a_score_are_dropped_and_the_others_train(model: Path,
         assert f"exceeded timeoutSeconds (1 s) for prompt {index} of" in error
 
 
+@pytest.mark.long
 def test_with_fail_the_job_ends_at_once_and_is_not_retried(model: Path, tmp_path: Path) -> None:
     with pytest.raises(JobFailedError) as raised:
         finish(tmp_path, unreliable(model))
@@ -206,6 +208,7 @@ def test_with_fail_the_job_ends_at_once_and_is_not_retried(model: Path, tmp_path
     )
 
 
+@pytest.mark.long
 def test_a_data_set_without_a_function_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "2 + 2", "data_source": "codecontests"}) + "\n")

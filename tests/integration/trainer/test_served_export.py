@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.trainer import serve_export
+from tests.integration.trainer.separate_process import seen_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(660)]
 
-PROJECT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 600
 
 
@@ -25,18 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(root: Path) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-m", serve_export.__name__, str(root)],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
+    return seen_by(serve_export.__name__, str(root), limit=LIMIT_SECONDS)
 
 
 def test_a_chat_goes_through_the_jobs_template(seen: dict[str, Any]) -> None:

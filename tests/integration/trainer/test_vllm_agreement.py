@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from ppojob_trainer.models.smollm2 import prepare
-from tests.integration.trainer.vllm_agreement import agreement
+from tests.integration.trainer.separate_process import seen_by
+from tests.integration.trainer.vllm_agreement import MODULE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 LIMIT_SECONDS = 550
 # bfloat16 keeps three digits of a logit. On this model trainer and vLLM each differ by 0.006 from float32, by the
@@ -20,7 +21,7 @@ HEALTHY = 0.012
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = prepare(tmp_path_factory.mktemp("models") / "smollm2")
-    return agreement(str(model), "CPU", "gloo", limit=LIMIT_SECONDS)
+    return seen_by(MODULE, str(model), "CPU", "gloo", limit=LIMIT_SECONDS)
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

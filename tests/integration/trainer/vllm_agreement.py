@@ -1,45 +1,27 @@
 """Trains one step and pushes weights to a real vLLM engine; prints what was seen as JSON. See test_vllm_agreement.py.
 
-`agreement` runs it as a process, `python -m ... MODEL DEVICE BACKEND [DTYPE [REPLAY]]`, because vLLM reads its
-environment at its import and warns of much that is not ours. With backend nccl vLLM computes on the second GPU, else on
-the trainer's. DTYPE is that of the trainer, bfloat16 by default. With the word `replay`, vLLM records the experts.
+`separate_process.seen_by` runs it with the arguments MODEL DEVICE BACKEND [DTYPE [REPLAY]]. With backend nccl vLLM
+computes on the second GPU, else on the trainer's. DTYPE is that of the trainer, bfloat16 by default. With the word
+`replay`, vLLM records the experts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
+from tests.integration.trainer.separate_process import VISIBLE_GPUS, gpu, print_seen
 
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
 SAMPLING = SamplingOptions(max_tokens=24)
-PROJECT = Path(__file__).parents[3]
 MODULE = "tests.integration.trainer.vllm_agreement"
-
-
-def agreement(*arguments: str, limit: float, module: str = MODULE) -> dict[str, Any]:
-    """Run a module, by default this one, as a process and return what it has seen.
-
-    Args:
-        arguments: MODEL DEVICE BACKEND [DTYPE [REPLAY]].
-        limit: seconds.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=limit, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("SEEN "))
-    found: dict[str, Any] = json.loads(line.removeprefix("SEEN "))
-    return found
 
 
 @dataclass
@@ -82,7 +64,8 @@ def make_policy(path: str, parallel: Any, dtype: str, learning_rate: float = 1e-
 
 def make_trainer(path: str, device: Device, backend: str, dtype: str, **policy_options: Any) -> Trainer:
     from ppojob_trainer.engines.network import listen
-    from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+    from ppojob_trainer.engines.train.dims import ParallelDims
+    from ppojob_trainer.engines.train.mesh import init_process_group
     from ppojob_trainer.engines.weights.plans import LinkPlan
     from ppojob_trainer.engines.weights.sender import WeightSender
 
@@ -168,7 +151,7 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     engine = RolloutEngine(options)
     await engine.start()
     # vLLM's child process has its GPU now; the trainer takes the first.
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    os.environ[VISIBLE_GPUS] = gpu(0)
     trainer, prompts = make_trainer(path, options.device, backend, dtype), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
@@ -224,9 +207,9 @@ def main() -> None:
     )
     os.environ.update(environment(options, num_threads=2))
     if is_cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1" if backend == "nccl" else "0"
+        os.environ[VISIBLE_GPUS] = gpu(1 if backend == "nccl" else 0)
     seen = asyncio.run(scenario(path, options, backend, dtype))
-    print("SEEN " + json.dumps(seen))
+    print_seen(seen)
 
 
 if __name__ == "__main__":

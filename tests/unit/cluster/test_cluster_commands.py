@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_a_program_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> 
     with pytest.raises(ClusterError, match=r"ended after its limit of 1 s"):
         run(["sh", "-c", f"sleep 60 & echo $! > {child}; sleep 60"], limit=1)
     assert time.monotonic() - start < 30
+    wait_until("the end of the child", lambda: str(start_ticks(int(child.read_text())) or ""), limit=30)
+
+
+def test_a_process_that_is_asked_to_end_ends_its_program(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    program = (
+        "from tools.cluster.command import end_programs_on_sigterm, run; end_programs_on_sigterm(); "
+        f"run(['sh', '-c', 'echo $$ > {child}.new; mv {child}.new {child}; exec sleep 60'], limit=60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        wait_until("the child", lambda: "" if child.exists() else "its file", limit=30)
+        process.terminate()
+
+        assert process.wait(30) == 143
     wait_until("the end of the child", lambda: str(start_ticks(int(child.read_text())) or ""), limit=30)
 
 

@@ -1,4 +1,4 @@
-"""`make test`: two lanes beside each other, each in order; a failed build ends the run, nothing is left running."""
+"""`make test`: two parts at a time, in their order; a failed build ends the run, nothing is left running."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tools.cluster.layout import PROJECT, Layout
 from tools.cluster.processes import end, start_ticks
 from tools.suite import parts
-from tools.suite.parts import CLUSTER_DOWN, LANES, LOGS, Part
+from tools.suite.parts import CLUSTER_DOWN, LOGS, PARTS, Part
 
-NAMES = [part.name for lane in LANES.values() for part in lane]
+NAMES = [part.name for part in PARTS]
 
 
 @pytest.fixture
@@ -46,9 +46,8 @@ def ran(project: Path) -> list[str]:
 def test_every_part_runs_once_and_the_cluster_that_was_started_is_taken_down(layout: Layout, project: Path) -> None:
     assert parts.run(layout, project) == 0
     assert sorted(ran(project)) == sorted([*NAMES, "cluster-down"])
-    for lane in LANES.values():
-        names = [part.name for part in lane]
-        assert [name for name in ran(project) if name in names] == names
+    for part in PARTS:
+        assert not part.after or ran(project).index(part.after) < ran(project).index(part.name)
     assert ran(project)[-1] == "cluster-down"
 
 
@@ -58,11 +57,20 @@ def test_a_cluster_that_ran_before_stays(layout: Layout, project: Path, monkeypa
     assert "cluster-down" not in ran(project)
 
 
-def test_the_lanes_run_beside_each_other(layout: Layout, project: Path) -> None:
+def test_two_parts_run_beside_each_other(layout: Layout, project: Path) -> None:
     # Each waits for the other one's file: one after the other they would wait for ever.
-    replace_target(project, "lint", "@touch a; until [ -e b ]; do sleep 0.1; done")
-    replace_target(project, "e2e", "@touch b; until [ -e a ]; do sleep 0.1; done")
+    replace_target(project, "cluster-up", "@touch a; until [ -e b ]; do sleep 0.1; done")
+    replace_target(project, "lint", "@touch b; until [ -e a ]; do sleep 0.1; done")
     assert parts.run(layout, project) == 0
+
+
+def test_while_a_large_part_waits_for_another_small_ones_run(layout: Layout, project: Path) -> None:
+    # When e2e could run, trainer runs, and waits for a part that comes after both.
+    replace_target(project, "integration", "@until [ -e a ]; do sleep 0.1; done")
+    replace_target(project, "trainer", "@touch a; until [ -e b ]; do sleep 0.1; done")
+    replace_target(project, "unit-slow", "@touch b")
+    assert parts.run(layout, project) == 0
+    assert ran(project).index("trainer") < ran(project).index("unit-slow") < ran(project).index("e2e")
 
 
 def test_parts_that_take_most_of_the_memory_run_one_after_the_other(layout: Layout, project: Path) -> None:
@@ -81,14 +89,12 @@ def test_a_failed_part_fails_the_run_and_does_not_stop_the_next(
     assert "wrong type\n" in capsys.readouterr().out
 
 
-def test_what_parts_of_two_lanes_say_is_not_mixed(
-    layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("unit", "e2e"):
+def test_what_two_parts_say_is_not_mixed(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("cluster-up", "lint"):
         replace_target(project, name, f"@for i in 1 2 3 4 5; do echo {name} $$i; sleep 0.1; done")
     assert parts.run(layout, project) == 0
     said = capsys.readouterr().out
-    for name in ("unit", "e2e"):
+    for name in ("cluster-up", "lint"):
         assert "".join(f"{name} {i}\n" for i in range(1, 6)) in said
 
 
@@ -111,7 +117,7 @@ def test_a_failed_build_ends_the_run_at_once(
 def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace_target(project, "lint", "@sleep 60")
     start = time.monotonic()
-    assert parts.run(layout, project, {"tests": [Part("lint", 0.5), Part("types", 60)]}) == 1
+    assert parts.run(layout, project, [Part("lint", 0.5), Part("types", 60, after="lint")]) == 1
     assert time.monotonic() - start < 50
     assert "ended after its limit of 0.5 s" in capsys.readouterr().out
     assert ran(project) == ["lint", "types", "cluster-down"]

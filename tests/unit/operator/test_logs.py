@@ -4,8 +4,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import aiohttp
+import kopf
 import pytest
+from kopf._cogs.clients import api, watching
 
 from ppojob_operator import logs
 from ppojob_operator.logs import JsonFormatter, LogFormat
@@ -22,6 +27,12 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append(json.loads(self.format(record)))
+
+
+def record_at(seconds: float, message: str, logger: str = "kopf._cogs.clients.watching") -> logging.LogRecord:
+    record = logging.LogRecord(logger, logging.ERROR, "", 0, message, None, None)
+    record.created = seconds
+    return record
 
 
 @pytest.fixture
@@ -80,3 +91,48 @@ def test_both_forms_are_written(
     logging.getLogger("a").error("said")
 
     assert capsys.readouterr().err.startswith(start)
+
+
+def test_failed_requests_of_kopf_are_one_line_per_minute_with_the_number_of_the_others() -> None:
+    lines = logs.RetryFilter()
+
+    def written(seconds: float, message: str) -> str | None:
+        record = record_at(seconds, message)
+        return record.getMessage() if lines.filter(record) else None
+
+    assert [
+        written(1000, "Request attempt #1/14 failed; will retry: GET /pods"),
+        written(1000, "Request attempt #1/14 failed; will retry: GET /ppojobs"),
+        written(1059, "Request attempt #5/14 failed; will retry: GET /pods"),
+        written(1060, "Request attempt #6/14 failed; will retry: GET /pods"),
+        written(1061, "Event processing has failed"),
+        written(1120, "Request attempt #7/14 failed; will retry: GET /pods"),
+    ] == [
+        "Request attempt #1/14 failed; will retry: GET /pods",
+        None,
+        None,
+        "Request attempt #6/14 failed; will retry: GET /pods (and 2 more before it)",
+        "Event processing has failed",
+        "Request attempt #7/14 failed; will retry: GET /pods",
+    ]
+
+
+def test_only_lines_of_kopf_are_left_out() -> None:
+    lines = logs.RetryFilter()
+
+    assert all(lines.filter(record_at(1000, "Request attempt 1 failed", "ppojob_operator.loop")) for _ in range(3))
+
+
+async def test_kopf_words_its_lines_as_the_filter_expects(caplog: pytest.LogCaptureFixture) -> None:
+    """With a real request of Kopf to a port that nobody listens on."""
+    settings = kopf.OperatorSettings()
+    settings.networking.error_backoffs = [0.0]
+    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+        context: Any = SimpleNamespace(server="http://127.0.0.1:9", session=session)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await api.request(
+                "GET", "/api", settings=settings, context=context, logger=logging.getLogger(watching.__name__)
+            )
+
+    lines = logs.RetryFilter()
+    assert [lines.filter(record) for record in caplog.records] == [True, False]

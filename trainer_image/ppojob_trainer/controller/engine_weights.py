@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppojob_trainer.controller.phases import Phase, Phases
-from ppojob_trainer.controller.ports import Metrics, WeightsPort
+from ppojob_trainer.controller.ports import Metrics
+from ppojob_trainer.controller.weights_port import WeightsPort
 
 __all__ = ["EngineWeights"]
 
@@ -41,6 +42,11 @@ class EngineWeights:
         # Engines that slept allocate memory, so the other roles of their pools must not compute meanwhile.
         also = self._shared if self.are_released else []
         return await self._phases.run_alone(Phase.UPDATE_WEIGHTS, self._own, step, pushing, also=also)
+
+    def compared_metrics(self) -> Metrics:
+        """Return training/compared_weights_version, also in a step without a push; nothing before a comparison."""
+        version = self._weights.compared_version
+        return {} if version is None else {"training/compared_weights_version": float(version)}
 
     def paused_metrics(self, start: float) -> Metrics:
         """Return rollout/paused_s: the seconds in which pushes in flight interrupted a generation since its `start`.

@@ -17,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.progress import Activity
@@ -160,6 +161,8 @@ class TrainingLoop(Generic[B]):
 
     async def _one_step(self, step: int, start: float) -> float:
         """Run a step whose time is counted from `start`; return the time from which the next step is counted."""
+        if self._monitor.is_stopping:
+            raise StoppedError
         self._monitor.set_activity(Activity.TRAINING)
         if self._writing is not None and self._writing.done():
             # A failed save ends the run now, not at the next checkpoint.
@@ -169,7 +172,7 @@ class TrainingLoop(Generic[B]):
         await self._settle()
         if self._monitor.is_stopping:
             raise StoppedError
-        metrics = {**prepared.metrics, **await self._ppo.apply(prepared)}
+        metrics = {**prepared.metrics, **await self._ppo.apply(prepared, partial(self._has_engine, step))}
         # From here on the models are those after `step`, except that the critic's update may still run.
         self._step = step
         # The next step's generation and advantages may change it before this step is saved.
@@ -187,6 +190,19 @@ class TrainingLoop(Generic[B]):
         next_start = self._phases.now()
         self._closing = asyncio.create_task(self._close_step(step, metrics, start, end))
         return next_start
+
+    async def _has_engine(self, step: int) -> bool:
+        """Wait until the weights can be sent to any engine; return False if a stop is requested.
+
+        The step is finished either way, and the next attempt sends its weights.
+        """
+        waiting = self._ppo.queue.unless_failed(self._ports.weights.wait_for_engine())
+        try:
+            # With the limit and the watchdog of a phase: a process may not answer.
+            await self._or_stop(self._phases.run(Phase.UPDATE_WEIGHTS, OWN, step, waiting))
+        except StoppedError:
+            return False
+        return True
 
     async def _close_step(self, step: int, metrics: dict[str, float], start: float, end: float) -> None:
         """Wait for the critic and the hooks; then record the step, and save a checkpoint if one is due."""
@@ -321,6 +337,8 @@ class TrainingLoop(Generic[B]):
 
     async def _validate(self) -> dict[str, float]:
         self._monitor.set_activity(Activity.VALIDATING)
+        if self._ppo.queue.loaded != self._step and not await self._has_engine(self._step):
+            raise StoppedError
         await self._ppo.load_engines(self._step)
         return await self._or_stop(self._validation_metrics())
 

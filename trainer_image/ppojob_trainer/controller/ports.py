@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
+from ppojob_trainer.controller.weights_port import WeightsPort
 
 Metrics = Mapping[str, float]
 
@@ -353,30 +354,6 @@ class AdvantagePort(Protocol[B]):
 
     async def compute_advantages(self, batch: B, kl_coefficient: float) -> tuple[B, Metrics]:
         """Return advantages and returns, and the statistics of the step's scores, rewards and values."""
-        ...
-
-
-class WeightsPort(Protocol):
-    """Sends the policy's weights to the rollout engines."""
-
-    @property
-    def are_released(self) -> bool:
-        """Whether engines release the weights after generation, so that even unchanged weights must be sent again.
-
-        If so, a push allocates memory in every pool that has engines.
-        """
-        ...
-
-    @property
-    def come_back(self) -> bool:
-        """Whether a push waits for engines that come back, if none is left. Otherwise it fails."""
-        ...
-
-    async def push(self, version: int) -> Metrics:
-        """Load the current policy into all engines and verify it. Return metrics of the transfer.
-
-        Engines that generate pause meanwhile, if the job updates weights in flight; otherwise none may generate.
-        """
         ...
 
 

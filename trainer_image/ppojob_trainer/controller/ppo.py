@@ -98,11 +98,8 @@ class PPO(Generic[B]):
     def __init__(
         self, ports: Ports[B], schedule: Schedule, phases: Phases, settings: PPOSettings, kl: KLController
     ) -> None:
-        self._ports = ports
-        self._schedule = schedule
-        self._phases = phases
-        self._settings = settings
-        self._kl = kl
+        self._ports, self._schedule, self._phases = ports, schedule, phases
+        self._settings, self._kl = settings, kl
         # On-policy, the policy does not change while the engines generate, so its weights can be sent again.
         self.load_again = None if schedule.max_staleness else self._load_again
         self._generation = Generation(ports, phases, self.load_again, keeps=schedule.max_staleness > 0)
@@ -203,8 +200,8 @@ class PPO(Generic[B]):
             self._kl.update(statistics["actor/reward_kl_penalty"], len(batch))
         return Prepared(step, batch.union(computed), metrics)
 
-    async def apply(self, prepared: Prepared[B]) -> dict[str, float]:
-        """Update the models and send the weights. The critic's update may still run afterwards (`critic_metrics`)."""
+    async def apply(self, prepared: Prepared[B], has_engine: Callable[[], Awaitable[bool]]) -> dict[str, float]:
+        """Update the models, and send the weights if `has_engine` returns True. The critic's update may run on."""
         step, batch = prepared.step, prepared.batch
         self.queue.forget(step)
         if self._ports.critic is not None:
@@ -214,13 +211,13 @@ class PPO(Generic[B]):
             await asyncio.sleep(0)
             if not self._schedule.updates:
                 await self._critic_update
-        updated = await self._update_actor(prepared)
+        updated = await self._update_actor(prepared, has_engine)
         self._step_hooks = asyncio.create_task(self._after_step(prepared))
         if not self._schedule.next_generation:
             await self._hook_metrics()
-        return dict(updated)
+        return {**updated, **self._weights.compared_metrics()}
 
-    async def _update_actor(self, prepared: Prepared[B]) -> Metrics:
+    async def _update_actor(self, prepared: Prepared[B], has_engine: Callable[[], Awaitable[bool]]) -> Metrics:
         """Update the policy, unless the critic warms up, and send its weights if the next generations need them."""
         step, batch = prepared.step, prepared.batch
         is_trained = step > self._settings.critic_warmup_steps
@@ -234,7 +231,9 @@ class PPO(Generic[B]):
         if is_trained or self._weights.are_released:
             if not self._schedule.weight_sync:
                 await self.critic_metrics()
-            updated = {**updated, **await self._weights.push(step, step)}
+            if await has_engine():
+                updated = {**updated, **await self._weights.push(step, step)}
+        # Also without an engine: nothing generates before the next attempt, which begins with a push.
         self.queue.pushed(step)
         return updated
 

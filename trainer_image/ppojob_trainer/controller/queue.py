@@ -121,6 +121,19 @@ class GenerationQueue(Generic[B]):
         """Wait until no engine generates."""
         await asyncio.gather(*(asyncio.shield(entry.task) for entry in self._entries.values()))
 
+    async def unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. If a generation fails before, cancel the work and raise the failure."""
+        waiting = asyncio.create_task(work)
+        pending: set[asyncio.Task[Any]] = {waiting, *(entry.task for entry in self._entries.values())}
+        try:
+            while waiting in pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
     def pushed(self, version: int, *, is_base: bool = True) -> None:
         """Record that the engines have new weights; `is_base`: the generations of the next steps start from them."""
         self._loaded = version

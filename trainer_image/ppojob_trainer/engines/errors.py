@@ -84,6 +84,10 @@ class RolloutError(EngineError):
     """The rollout engine refused a request or failed to serve it."""
 
 
+class WeightReceiptError(RolloutError):
+    """An engine did not get the weights. The next push may succeed; until then it has none."""
+
+
 class EngineLostError(RolloutError):
     """vLLM's processes exited or cannot be reached; responses that are finished are still there."""
 

@@ -109,7 +109,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, output: _Output) ->
         logger.info(
             "job %s/%s, generation %d, attempt %d", job.namespace, job.name, options.generation, options.attempt
         )
-        outcome = run_job(job, attempt=options.attempt, stop=stop)
+        outcome = run_job(job, attempt=options.attempt, stop=stop, has_successor=True)
     except Exception as error:
         logger.exception("the job failed")
         return failure_record(error)

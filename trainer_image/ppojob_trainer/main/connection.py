@@ -19,6 +19,7 @@ from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
+from ppojob_trainer.worker_groups.survivors import NAMESPACE
 
 __all__ = ["RayNotStartedError", "check_gpus", "connected", "local_resources"]
 
@@ -68,7 +69,7 @@ def _connect(spec: PPOJobSpec) -> None:
     for attempt in range(1, NUM_TRIES + 1):
         try:
             if os.environ.get("RAY_ADDRESS"):
-                ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+                ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
             else:
                 _start_here(spec)
             return
@@ -106,6 +107,7 @@ def _start_here(spec: PPOJobSpec) -> None:
     is_cuda = spec.device is Device.CUDA
     ray.init(
         address="local",
+        namespace=NAMESPACE,
         # Enough for the bundles; Ray also prestarts as many processes, and most roles cannot use them.
         num_cpus=NUM_CPUS,
         num_gpus=num_gpus if is_cuda else 0,

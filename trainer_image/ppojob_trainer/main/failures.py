@@ -34,6 +34,7 @@ from ppojob_trainer.worker_groups.errors import (
     HookFailedError,
     PoolNotPlacedError,
     WorkerFailedError,
+    WorkerGroupError,
     WorkerImportError,
     WorkerLostError,
     WorkerOutOfMemoryError,
@@ -125,7 +126,12 @@ def failure_record(error: BaseException) -> FailureRecord:
             exit_code = INTERRUPTED_EXIT_CODE if reason == Reason.INTERRUPTED else 1
             address = link.address if isinstance(link, GPUFaultError) else None
             return FailureRecord(
-                reason=reason, message=_sentence(error, link), kind=kind, exit_code=exit_code, address=address
+                reason=reason,
+                message=_sentence(error, link),
+                kind=kind,
+                exit_code=exit_code,
+                address=address,
+                only_processes=isinstance(error, WorkerGroupError) and error.only_processes,
             )
     return FailureRecord(reason=Reason.TRAINER_FAILED, message=_sentence(error, error), kind=FailureKind.USER)
 

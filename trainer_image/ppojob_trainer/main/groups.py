@@ -45,9 +45,11 @@ from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["Groups", "launch", "make_ready"]
+__all__ = ["Groups", "continuing_roles", "launch", "make_ready"]
 
 logger = logging.getLogger(__name__)
+
+_HOLDER = "_gpu_holder"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,33 @@ class Groups:
     def elastic(self) -> list[ElasticRolloutGroup]:
         """The engines of each elastic pool."""
         return [rollout for rollout in self.rollouts if isinstance(rollout, ElasticRolloutGroup)]
+
+
+def continuing_roles(spec: PPOJobSpec) -> dict[str, frozenset[str]]:
+    """Return by pool the roles whose processes can continue in the next attempt, if no process of the pool was lost.
+
+    User-defined workers are started again, because their state is not in a checkpoint. A pool with a user's engine is
+    not kept, because the engine need not be able to restore a second time. Nor are elastic pools.
+    """
+    of_pool: dict[str, set[str]] = {}
+    placed = pools_of_roles(spec)
+    if spec.pool(placed["data"]).elastic is not None:
+        placed["data"] = placed["actor"]
+    without = {worker.name for worker in spec.workers}
+    if spec.model.reference_is_actor:
+        without.add("ref")
+    if spec.reward.function is None:
+        without.add("reward")
+    own = {role for role, one in {"actor": spec.actor, "critic": spec.critic}.items() if one.engine is not Engine.FSDP}
+    if "actor" in own:
+        own.add("ref")
+    for role, pool in placed.items():
+        if role in without or spec.pool(pool).elastic is not None:
+            continue
+        of_pool.setdefault(pool, set()).add(role)
+        if (role == OWN or role.startswith(f"{OWN}_")) and spec.rollout.tensor_parallel_size > 1:
+            of_pool[pool].add(f"{role}{_HOLDER}")
+    return {pool: frozenset(roles) for pool, roles in of_pool.items() if not roles & own}
 
 
 def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher) -> Groups:
@@ -196,7 +225,7 @@ def _replicas(
     group = start(role, make, bundles=[first for first, *_ in replicas], first_rank=first_rank)
     others = [bundle for _, *rest in replicas for bundle in rest]
     first_holder = first_rank * (size - 1)
-    holders = start(f"{role}_gpu_holder", GpuHolder, bundles=others, first_rank=first_holder) if others else None
+    holders = start(f"{role}{_HOLDER}", GpuHolder, bundles=others, first_rank=first_holder) if others else None
     return Replica(group, holders)
 
 

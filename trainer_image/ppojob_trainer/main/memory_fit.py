@@ -191,7 +191,9 @@ def _layer(size: ModelSize, divided_by: int = 1) -> float:
     of two norms, of the projections and of the output projection, queries, keys and values; gate, up and product. Each
     expert of a token has its copy of the token, and a result.
     """
-    return _BFLOAT16 * ((8 + 2 * size.experts_per_token) * size.hidden + 3 * size.intermediate / divided_by)
+    return _BFLOAT16 * (
+        (8 + 2 * size.experts_per_token / divided_by) * size.hidden + 3 * size.intermediate / divided_by
+    )
 
 
 def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec) -> float:

@@ -77,6 +77,10 @@ class Monitor:
             self._reporter.start()
         self._report()
 
+    def note_end(self) -> None:
+        """Say that no process works for this attempt any more, so that its pods may be deleted."""
+        self._terminating_pods.note_end()
+
     def close(self) -> None:
         """Finish the files and send the last report."""
         if self._recommendation is not None and self._recommendation.text:
@@ -216,7 +220,10 @@ class Monitor:
         if found is not None and found != self._recommendation:
             self._recommendation = found
             self._progress.set_recommendation(found.text, found.layouts)
-            write_advice(self._files.recommendation, found.text, found.layouts)
+            try:
+                write_advice(self._files.recommendation, found.text, found.layouts)
+            except OSError as error:
+                logger.warning("%s does not have the new recommendation: %s", self._files.recommendation, error)
 
     def _open(self, resume_step: int) -> MetricLogger:
         if self._metrics is None:

@@ -8,6 +8,7 @@ Called by the command line and by `__main__`. A failure is raised with its name,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -19,7 +20,14 @@ from typing import Any, TypeVar
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ExportPolicy
-from ppojob_trainer.checkpoints import Checkpoint, CheckpointStore, open_store
+from ppojob_trainer.checkpoints import (
+    BucketError,
+    Checkpoint,
+    CheckpointStore,
+    FencedOutError,
+    last_attempt,
+    open_store,
+)
 from ppojob_trainer.controller.dynamic_sampling import sampling_of
 from ppojob_trainer.controller.layout import pools_of_phases, pools_of_roles
 from ppojob_trainer.controller.loop import LoopSettings, Outcome, TrainingLoop
@@ -31,7 +39,7 @@ from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
 from ppojob_trainer.main.failures import JobFailedError, failure_record
-from ppojob_trainer.main.groups import Groups, launch, make_ready
+from ppojob_trainer.main.groups import Groups, continuing_roles, launch, make_ready
 from ppojob_trainer.main.monitor import Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
@@ -40,7 +48,9 @@ from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.launch import Launcher
 from ppojob_trainer.worker_groups.lost_objects import explained
 from ppojob_trainer.worker_groups.observation import observed_metrics
-from ppojob_trainer.worker_groups.placement import PlacedPool, place
+from ppojob_trainer.worker_groups.placement import PlacedPool, are_connected, place
+from ppojob_trainer.worker_groups.roles.rollout_group import is_loss
+from ppojob_trainer.worker_groups.survivors import NO_SURVIVORS, Names, find_survivors, note_logs
 
 __all__ = ["PLACEMENT_TIMEOUT_S", "run_job"]
 
@@ -48,11 +58,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_STORAGE_TIMEOUT_S = 10.0
 PLACEMENT_TIMEOUT_S = 120.0
 """Seconds. The operator submits when the pods are ready, so their resources are there already or will not appear."""
 
 
-def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
+def run_job(job: JobFile, *, attempt: int, stop: threading.Event, has_successor: bool = False) -> Outcome:
     """Run an attempt of a job to its end, or until `stop` is set.
 
     Args:
@@ -60,6 +71,8 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         attempt: the attempt's number; the highest one owns the storage.
         stop: set it for a graceful stop: a step that already changes the models is finished, then a checkpoint is
             saved.
+        has_successor: another attempt in the same Ray cluster may follow. After the loss of a process and after a
+            stop, this one leaves it the processes that can continue.
 
     Returns:
         How it ended.
@@ -79,7 +92,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event) -> Outcome:
         found = store.resume_point(job.resume, resume_from)
         check_target(job)
         with connected(job.spec):
-            return asyncio.run(_Attempt(job, attempt, files, store, stop, found).run())
+            return asyncio.run(_Attempt(job, attempt, files, store, stop, found, has_successor=has_successor).run())
     except Exception as error:
         raise JobFailedError(failure_record(error)) from error
 
@@ -108,6 +121,8 @@ class _Attempt:
         store: CheckpointStore,
         stop: threading.Event,
         found: Checkpoint | None,
+        *,
+        has_successor: bool,
     ) -> None:
         self._job = job
         self._attempt = attempt
@@ -117,6 +132,10 @@ class _Attempt:
         self._monitor = Monitor(job, attempt, files, stop)
         self._pools: dict[str, PlacedPool] = {}
         self._groups: Groups | None = None
+        self._has_successor = has_successor
+        self._survivors = NO_SURVIVORS
+        # Whether the processes that may continue in the next attempt are left to it.
+        self._are_left = False
         self._saves_in_background = False
         self._trace = TraceWriter(files.trace)
         limit_s = float(job.spec.trainer.phase_timeout_seconds)
@@ -125,19 +144,32 @@ class _Attempt:
     async def run(self) -> Outcome:
         self._monitor.start(None if self._found is None else self._found.step)
         watch = asyncio.create_task(self._monitor.watch())
+        is_finished = is_superseded = False
         try:
             if not await self._unless_stopped(self._start(), watch):
                 return Outcome(0, is_finished=False)
-            return await _first(asyncio.create_task(self._train()), watch)
+            outcome = await _first(asyncio.create_task(self._train()), watch)
+            is_finished = outcome.is_finished
+            # A stop may be for the sake of a few pods.
+            self._are_left = not is_finished
+            return outcome
+        except FencedOutError:
+            is_superseded = True
+            raise
         except WorkerGroupError as error:
             groups = self._groups
             reason = error if groups is None else await explained(error, groups.all(), groups.lost)
+            self._are_left = is_loss(reason)
+            reason.only_processes = self._are_left and are_connected(self._pools.values())
             if reason is error:
                 raise
             raise reason from error
         finally:
             watch.cancel()
-            self._end()
+            is_superseded = is_superseded or (not is_finished and await self._is_superseded())
+            self._end(is_superseded=is_superseded)
+            if not is_superseded:
+                await asyncio.to_thread(self._monitor.note_end)
             # After the processes have ended, because the last report may take long.
             await asyncio.to_thread(self._monitor.close)
 
@@ -158,11 +190,22 @@ class _Attempt:
 
     async def _start(self) -> None:
         spec = self._job.spec
-        self._pools = await place(spec, PLACEMENT_TIMEOUT_S)
         folder = self._files.logs / f"attempt-{self._attempt}"
         folder.mkdir(parents=True, exist_ok=True)
+        if self._has_successor:
+            names, has_checkpoint = Names.of(self._job.uid, spec, self._attempt), self._found is not None
+            self._survivors = await find_survivors(names, continuing_roles(spec), can_continue=has_checkpoint)
+            note_logs(self._survivors.logs, folder)
+        self._pools = await place(spec, PLACEMENT_TIMEOUT_S, self._survivors)
         limit_s, profile = float(spec.trainer.phase_timeout_seconds), spec.telemetry.profile
-        launcher = Launcher(folder, limit_s, run_folder=self._files.root, profile=profile)
+        launcher = Launcher(
+            folder,
+            limit_s,
+            run_folder=self._files.root,
+            profile=profile,
+            survivors=self._survivors,
+            attempt=self._attempt,
+        )
         pool_of = pools_of_roles(spec)
         self._monitor.observed = lambda step: {
             **observed_metrics(launcher.observations.take(step), pool_of),
@@ -174,7 +217,10 @@ class _Attempt:
         self._monitor.count_epochs(ready.steps_per_epoch)
         connections = [*ready.connections, *between_pools(self._pools.values())]
         report(connections, {pool.name: pool for pool in spec.pools}, folder)
-        self._monitor.once = connection_metrics(connections)
+        self._monitor.once = {
+            **connection_metrics(connections),
+            "restart/kept_processes": float(self._survivors.number),
+        }
 
     def _engine_counts(self) -> dict[str, float]:
         """Return pool/<name>/engines: the engines of each elastic pool that generate."""
@@ -205,16 +251,32 @@ class _Attempt:
         finally:
             await _cancel(*watching)
 
-    def _end(self) -> None:
-        """Terminate the processes, then release the bundles. All files are written by then."""
+    def _end(self, *, is_superseded: bool) -> None:
+        """Terminate the processes, then release the bundles. All files are written by then.
+
+        After a loss or a stop, and if the next attempt has begun, the processes that may continue in it stay.
+        """
+        left = self._survivors if self._are_left or is_superseded else NO_SURVIVORS
         if self._groups is not None:
             for group in self._groups.all():
-                group.kill()
+                if not left.may_continue(group.role):
+                    group.kill()
             for rollout in self._groups.elastic:
                 rollout.release()
         for pool in self._pools.values():
-            pool.release()
+            if pool.name not in left.roles:
+                pool.release()
         self._trace.close()
+
+    async def _is_superseded(self) -> bool:
+        """Whether another attempt has begun, which uses the processes now. False if the storage does not say."""
+        if not self._has_successor:
+            return False
+        with contextlib.suppress(OSError, BucketError, TimeoutError):
+            reading = asyncio.to_thread(last_attempt, self._job.checkpoints)
+            newest = await asyncio.wait_for(reading, _STORAGE_TIMEOUT_S)
+            return newest is not None and newest > self._attempt
+        return False
 
 
 def loop_settings(spec: PPOJobSpec, *, saves_in_background: bool) -> LoopSettings:

@@ -16,18 +16,24 @@ _POLL_S = 1.0
 
 
 class TerminatingPods:
-    """The file that the hook writes, and the file by which the driver acknowledges it."""
+    """The file that the hook writes, and the files by which the driver acknowledges it and says that it has ended."""
 
     def __init__(self, files: RunFiles, cluster: str | None) -> None:
         """`cluster` is the RayCluster's name. None: the run is in no RayCluster, and nothing is ever detected."""
         self._request = files.terminating(cluster) if cluster else None
         self._acknowledgement = files.stop_acknowledged(cluster) if cluster else None
+        self._end = files.run_ended(cluster) if cluster else None
 
     def forget(self) -> None:
-        """Delete the files of an earlier attempt in the same RayCluster: its pods are deleted."""
-        for path in (self._request, self._acknowledgement):
+        """Delete the files of an earlier attempt in the same RayCluster."""
+        for path in (self._request, self._acknowledgement, self._end):
             if path is not None:
                 _tried(path, "unlink")
+
+    def note_end(self) -> None:
+        """Let the hooks of pods end that have only processes which are left to the next attempt."""
+        if self._end is not None:
+            _tried(self._end, "touch")
 
     async def detected(self) -> None:
         """Return as soon as a pod is being deleted, after acknowledging it to the hook."""

@@ -57,7 +57,8 @@ def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     if longest > max_tokens:
         raise ValueError(
             f"sequence {list(lengths).index(longest)} has {longest} tokens, more than the {max_tokens} of a "
-            "micro-batch: raise maxTokensPerGPU to at least maxPromptLength + maxResponseLength"
+            "micro-batch: raise maxTokensPerGPU; times sequenceParallelSize, it must be at least maxPromptLength + "
+            "maxResponseLength"
         )
     number = max(1, math.ceil(sum(lengths) / max_tokens))
     while number < len(lengths) and _heaviest(lengths, number) > max_tokens:

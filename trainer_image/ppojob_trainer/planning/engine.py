@@ -49,7 +49,7 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     share = rollout.gpu_memory_utilization * gpu
     weights = engine_weights(spec, num_parameters, embedding_parameters(config))
     length = spec.data.max_prompt_length + spec.data.max_response_length
-    tokens = max(rollout.max_num_batched_tokens, length)
+    tokens = min(max(rollout.max_num_batched_tokens, length), rollout.max_num_seqs * length)
     # Each expert of a token has its copy of the token, and a result.
     hidden = (8 + 2 * (getattr(text, "num_experts_per_tok", None) or 0)) * text.hidden_size
     layer = _BFLOAT16 * tokens * (hidden + 3 * active_intermediate(text) // parts)

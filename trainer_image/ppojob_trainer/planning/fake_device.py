@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ppojob_trainer.engines.train import expert
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import attention, offload
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, create_mesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh
 from ppojob_trainer.maths import log_probs
 
 __all__ = ["LiveBytes", "as_on_cuda", "fake_ranks"]
@@ -39,7 +40,7 @@ _KINDS: Final = {
     "reduce": ("reduce",),
     "pipeline": ("recv",),
 }
-"""Words in the names of operations, by the kind of traffic; all others are exchanges, or those of experts."""
+"""Words in the names of operations, by the kind of traffic; all others are exchanges."""
 _ANY_TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -47,7 +48,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are created inside it and still exist.
 
     now, peak: live bytes, and the most since `restart`. received: bytes that this rank receives in collectives, by
-    operation, since `restart`. experts: the group whose exchanges are those of tokens for experts; None: there is none.
+    operation, since `restart`. kinds: the kinds of traffic of some groups, by the groups' names; others are named after
+    the operation.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.received: Counter[str] = Counter()
-        self.experts: dist.ProcessGroup | None = None
+        self.kinds: dict[str, str] = {}
         self._sizes: dict[int, int] = {}
         self._is_on_host = False
         self._resize: Callable[[UntypedStorage, int], Any] = UntypedStorage.resize_
@@ -98,7 +100,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self._add(tensor)
         if operation.namespace in _COLLECTIVES:
-            self._receive(operation.__name__, args)
+            self._receive(operation.__name__, args, found)
         return found
 
     def _add(self, tensor: Tensor) -> None:
@@ -120,13 +122,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
-    def _receive(self, name: str, args: Any) -> None:
+    def _receive(self, name: str, args: Any, found: Any) -> None:
         if "wait" in name or name.startswith("send"):
             return
-        sizes = [tensor.nbytes for tensor in tree_iter(args) if isinstance(tensor, Tensor)]
+        sizes = [tensor.nbytes for tensor in tree_iter((args, found)) if isinstance(tensor, Tensor)]
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
-        if kind == "exchange" and self.experts is not None and self.experts.group_name in args:
-            kind = "experts"
+        kind = next((self.kinds[each] for each in args if isinstance(each, str) and each in self.kinds), kind)
         # Of a gather the result is the largest, of a reduction what is sent.
         self.received[kind] += max(sizes, default=0)
 

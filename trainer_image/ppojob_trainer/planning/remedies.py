@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -35,7 +36,8 @@ def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
             yield need.activations / 2, f"model.{name}.reshardAfterForward: true"
     length = spec.data.max_prompt_length + spec.data.max_response_length
     section = "critic" if role.name == "critic" else "model.reward" if role.name == "reward_model" else "actor"
-    halved = max(length, role.max_tokens // 2)
+    # A group of ranks that divide a sequence has a budget of as many times these tokens.
+    halved = max(math.ceil(length / role.dims(spec).slices), role.max_tokens // 2)
     if halved < role.max_tokens:
         yield need.activations / 2, f"{section}.maxTokensPerGPU: {halved} (now {role.max_tokens})"
 

@@ -36,8 +36,8 @@ def as_text(plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False
     if others:
         parts += [_layouts([plan, *others]), ""]
     parts += [_seconds(plan), "", (_errors if each_error else _ranges)(stored()[0])]
-    if plan.notes:
-        parts += ["", *[f"note: {note}" for note in plan.notes]]
+    if notes := [*plan.notes, *phases_beyond_limit(plan)]:
+        parts += ["", *[f"note: {note}" for note in notes]]
     return Group(*parts)
 
 
@@ -82,7 +82,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
         "idleShares": _idle_shares(plan),
         "assumptions": list(_assumptions(plan)),
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *phases_beyond_limit(plan)],
         "layouts": [{"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits} for one in others],
         "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
     }
@@ -210,6 +210,17 @@ def _seconds(plan: Plan) -> Group:
         "Networks between hosts are not in them."
     )
     return Group(table, rates)
+
+
+def phases_beyond_limit(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each phase that would end an attempt, because it takes longer than its limit."""
+    limit = plan.spec.trainer.phase_timeout_seconds
+    for phase, seconds in _seconds_of(plan).phases.items():
+        if seconds > limit:
+            yield (
+                f"{phase} may take {seconds:.0f} s if all responses have data.maxResponseLength tokens: more than "
+                f"trainer.phaseTimeoutSeconds ({limit}) ends the attempt"
+            )
 
 
 def _ranges(compared: Sequence[Compared]) -> Table:

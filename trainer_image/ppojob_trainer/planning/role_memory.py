@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.experts import active_share
 from ppojob_trainer.engines.train.fsdp.loading import allocate
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
@@ -37,7 +38,7 @@ from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import Pipelined, Received, in_window
 from ppojob_trainer.engines.train.fsdp.reward import build_reward_model
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import Objective, PolicyObjective, ValueObjective
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.planning.fake_device import LiveBytes, as_on_cuda, fake_ranks
@@ -111,7 +112,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
     """Run the role's passes once, on the first of the ranks that have a stage; without a pipeline, on rank 0."""
     live = LiveBytes()
     with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
-        live.experts = None if parallel.experts is None else parallel.experts.mesh.get_group()
+        live.kinds = _kinds(parallel)
         module = _built(work, parallel)
         num_parameters, layer_parameters = _counted(module, work.config)
         micro = None if work.kind == "reward_model" else _micro_batch(work, parallel)
@@ -133,6 +134,16 @@ def _most(stages: Sequence[Measured]) -> Measured:
     traffic = ("traffic", "update_traffic", "step_traffic")
     most |= {name: reduce(or_, (getattr(stage, name) for stage in stages)) for name in traffic}
     return replace(stages[0], **most)
+
+
+def _kinds(parallel: ParallelMesh) -> dict[str, str]:
+    """Return the traffic of groups that do one thing: rows for experts, and keys and values of other context ranks."""
+    found: dict[str, str] = {}
+    if parallel.experts is not None:
+        found[parallel.experts.mesh.get_group().group_name] = "experts"
+    if parallel.sequence is not None and parallel.sequence.context is not None:
+        found[parallel.sequence.context.group.group_name] = "keys"
+    return found
 
 
 def _built(work: Work, parallel: ParallelMesh) -> nn.Module:

@@ -15,10 +15,10 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.train.batch import num_passes
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.fsdp.reward import padded_parts
-from ppojob_trainer.engines.train.mesh import ParallelDims
 from ppojob_trainer.engines.train.model_fit import check_context, check_heads
 from ppojob_trainer.maths.packing import micro_batches
 from ppojob_trainer.planning.role_memory import Work
@@ -64,6 +64,11 @@ class PlannedRole:
     def offloads_moments(self) -> bool:
         """Whether AdamW's moments are in the host's memory between updates."""
         return self.trained is not None and self.trained.offload.optimizer
+
+    def dims(self, spec: PPOJobSpec) -> ParallelDims:
+        """Return how its ranks are divided."""
+        pool = spec.pool(self.pool)
+        return dims_of(self.divided_like, pool.gpus, pool.gpus_per_node, self.config)
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def _role(
     model: TrainedModel | FrozenModel | None,
     training: ActorSpec | CriticSpec | None,
 ) -> PlannedRole:
-    config = shapes(field, source.path, source.trust_remote_code)
+    config, pool = shapes(field, source.path, source.trust_remote_code), pools_of_roles(spec)[name]
     max_tokens = spec.model.reward.max_tokens_per_gpu if spec.model.reward is not None else 0
     if training is None or model is None:
         config.num_labels, config.pad_token_id = max(1, config.num_labels or 1), config.pad_token_id or 0
@@ -136,9 +141,9 @@ def _role(
             "virtualPipelineParallelSize": training.virtual_pipeline_parallel_size,
             "expertParallelSize": training.expert_parallel_size,
         }
-        check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()})
+        per_host = spec.pool(pool).gpus_per_node
+        check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()}, per_host)
         check_context(name, source.path, config, spec.data)
-    pool = pools_of_roles(spec)[name]
     return PlannedRole(name, pool, config, source, max_tokens, model, training)
 
 
@@ -148,7 +153,7 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
     Raises:
         ValueError: a single sequence is longer than `maxTokensPerGPU`.
     """
-    dims = dims_of(role.divided_like, spec.pool(role.pool).gpus)
+    dims = role.dims(spec)
     ranks = dims.num_shards
     length = spec.data.max_prompt_length + spec.data.max_response_length
     samples = spec.rollout.samples_per_prompt
@@ -156,7 +161,7 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
     if role.name == "reward_model":
         parts = padded_parts([length] * whole, role.max_tokens)
         return Passes(max(map(len, parts)), len(parts), 0, 0)
-    most = role.max_tokens * dims.sequence
+    most = role.max_tokens * dims.slices
     batch = _micro_batches(length, whole, most, dims)
     if role.training is None:
         return Passes(max(map(len, batch)), len(batch), 0, 0)
@@ -175,7 +180,7 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
         kind=role.name,
         config=role.config,
         options=options,
-        dims=dims_of(role.divided_like, spec.pool(role.pool).gpus),
+        dims=role.dims(spec),
         sequences=passes.sequences,
         num_passes=passes.in_minibatch,
         num_forward=passes.in_batch,

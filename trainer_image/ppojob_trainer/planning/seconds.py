@@ -32,7 +32,6 @@ from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
-from ppojob_trainer.worker_groups.roles.trained import dims_of
 
 __all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
 
@@ -113,7 +112,7 @@ def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str,
     """Return the share of its time in which a stage waits for others, of each phase that a pipeline computes."""
     found = {}
     for phase, role in _computed(spec, roles).items():
-        dims = dims_of(roles[role].divided_like, spec.pool(roles[role].pool).gpus)
+        dims = roles[role].dims(spec)
         if dims.pipeline == 1:
             continue
         passes = passes_of(spec, roles[role])

@@ -9,7 +9,11 @@ from ppojob_api.v1alpha1.reported import LayoutAdvice
 
 
 def write_advice(path: Path, text: str, layouts: Sequence[LayoutAdvice]) -> None:
-    """Replace the file atomically."""
+    """Replace the file atomically.
+
+    Raises:
+        OSError: it cannot be written; the earlier file stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"recommendation": text, "layoutAdvice": [layout.to_wire() for layout in layouts]}
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

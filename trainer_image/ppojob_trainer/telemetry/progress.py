@@ -21,7 +21,7 @@ VALIDATION_REWARD = "val-core/score/mean"
 _OLDEST_WEIGHTS = "staleness/oldest_version"
 _PROBS_DIFF = "training/rollout_probs_diff_mean"
 _IDLE = "overlap/idle_fraction"
-_RECEIVERS, _COMPARED = "comm_receivers/update_weights", "comm_read_back/update_weights"
+_COMPARED = "training/compared_weights_version"
 _BUSY = re.compile(r"pool/(?P<pool>[^/]+)/busy_fraction")
 
 
@@ -72,9 +72,6 @@ class RunProgress:
         """Record that `step` is done (0: the validation before training); non-finite metrics are dropped."""
         now = self._clock()
         self._eta.tick(step, now)
-        # The step certifies the weights of all engines: those that only some engines compared do not count.
-        if metrics.get(_COMPARED, 0.0) == metrics.get(_RECEIVERS, 0.0) > 0.0:
-            self._compared_weights_step = step
         self._record(step, metrics, now)
 
     def set_activity(self, activity: Activity) -> None:
@@ -134,6 +131,8 @@ class RunProgress:
         if validation is not None:
             self._validation = validation
             self._first_validation = validation if self._first_validation is None else self._first_validation
+        if _COMPARED in finite:
+            self._compared_weights_step = max(int(finite[_COMPARED]), self._compared_weights_step or 0)
         # A step without a validation keeps the last one's score in the status.
         kept = {VALIDATION_REWARD: self._validation} if self._validation is not None else {}
         self._step, self._metrics = step, kept | finite

@@ -72,6 +72,10 @@ class RunFiles:
         """Return the file by which the driver acknowledges `terminating`: it is stopping."""
         return self.root / f"terminating-{cluster}.acknowledged"
 
+    def run_ended(self, cluster: str) -> Path:
+        """Return the file by which the driver says that its run has ended, though some of its processes are left."""
+        return self.root / f"terminating-{cluster}.ended"
+
     def log_of(self, who: str, *, attempt: int) -> Path:
         """Return the log of one process of an attempt, such as `driver` or `actor-0`."""
         return self.logs / f"attempt-{attempt}" / f"{who}.log"

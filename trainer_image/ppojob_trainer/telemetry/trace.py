@@ -6,6 +6,7 @@ be opened (chrome://tracing, ui.perfetto.dev) while the run goes on and after a 
 """
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppojob_trainer.telemetry.appended_file import AppendedFile
+
+logger = logging.getLogger(__name__)
+
 MAX_EVENTS = 500_000
 """About 60 MB; a viewer opens no more, and a long run must not fill the storage."""
 
 
 class TraceWriter:
-    """Appends events to the file; a resumed run continues the same file."""
+    """Appends events to the file; a resumed run continues the same file. A full disk is logged and stops nothing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,12 +35,16 @@ class TraceWriter:
         aside = path.with_name(f".{path.name}.tmp")
         aside.write_text("[\n" + ",\n".join(events))
         aside.replace(path)
-        self._file = path.open("a")
+        self._file = AppendedFile(path)
+        self._path, self._has_complained = path, False
 
     def record(self, name: str, *, pool: str, role: str, start: float, end: float, step: int) -> None:
         """Add a phase that ran from `start` to `end` (seconds since 1970)."""
         with self._lock:
-            process, lane = self._lane(pool, role)
+            found = self._lane(pool, role)
+            if found is None:
+                return
+            process, lane = found
             times = {"ts": round(start * 1e6), "dur": max(round((end - start) * 1e6), 0)}
             where = {"pid": process, "tid": lane}
             self._write({"name": name, "cat": role, "ph": "X", **where, **times, "args": {"step": step}})
@@ -52,27 +61,43 @@ class TraceWriter:
     def close(self) -> None:
         """Close the array and the file; calling it again does nothing."""
         with self._lock:
-            if not self._file.closed:
-                self._file.write("\n]\n")
+            if not self._file.is_closed:
+                self._append("\n]\n")
                 self._file.close()
 
-    def _lane(self, pool: str, role: str) -> tuple[int, int]:
-        """Return the numbers of pool and role, and name them in the file the first time."""
+    def _lane(self, pool: str, role: str) -> tuple[int, int] | None:
+        """Return the numbers of pool and role, and name them in the file the first time; None: that was refused."""
         key = (pool, role)
         if key not in self._lanes:
             pools = list(dict.fromkeys(known for known, _ in [*self._lanes, key]))
             process, lane = pools.index(pool) + 1, len(self._lanes) + 1
-            self._lanes[key] = (process, lane)
             names = {"pool": pool, "role": role}
             for kind, text in (("process_name", f"pool {pool}" if pool else "CPU"), ("thread_name", role)):
-                self._write({"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": text, **names}})
+                event = {"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": text, **names}}
+                if not self._write(event):
+                    return None
+            self._lanes[key] = (process, lane)
         return self._lanes[key]
 
-    def _write(self, event: dict[str, Any]) -> None:
-        if self._num_events < MAX_EVENTS and not self._file.closed:
-            self._file.write((",\n" if self._num_events else "") + json.dumps(event))
-            self._file.flush()
-            self._num_events += 1
+    def _write(self, event: dict[str, Any]) -> bool:
+        """Write an event; return whether it is in the file."""
+        if self._num_events >= MAX_EVENTS or self._file.is_closed:
+            return False
+        is_written = self._append((",\n" if self._num_events else "") + json.dumps(event))
+        self._num_events += is_written
+        return is_written
+
+    def _append(self, text: str) -> bool:
+        """Append a text; return whether it was written."""
+        try:
+            self._file.append(text)
+        except OSError as error:
+            if not self._has_complained:
+                logger.warning("%s lost phases, training continues: %s", self._path, error)
+            self._has_complained = True
+            return False
+        self._has_complained = False
+        return True
 
 
 def _whole_events(path: Path) -> list[str]:

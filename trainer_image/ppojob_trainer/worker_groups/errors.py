@@ -8,7 +8,12 @@ from __future__ import annotations
 
 
 class WorkerGroupError(RuntimeError):
-    """Base of this package's errors."""
+    """Base of this package's errors.
+
+    only_processes: processes were lost, and all pods of the fixed pools are still connected.
+    """
+
+    only_processes = False
 
 
 class PoolNotPlacedError(WorkerGroupError):
@@ -42,6 +47,14 @@ class WorkerFailedError(WorkerGroupError):
 
 class CallTimeoutError(WorkerGroupError):
     """A call was not answered within its limit."""
+
+
+class NotRenewableError(WorkerGroupError):
+    """A process of an earlier attempt cannot continue in this one."""
+
+
+class SupersededError(WorkerGroupError):
+    """A later attempt has taken the process over."""
 
 
 class WorkerImportError(WorkerGroupError):

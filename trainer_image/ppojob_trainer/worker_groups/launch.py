@@ -18,6 +18,7 @@ from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.observation import Observations
 from ppojob_trainer.worker_groups.placement import CPUS_PER_PROCESS, Bundle, PlacedPool
+from ppojob_trainer.worker_groups.survivors import NO_SURVIVORS, Survivors
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext, WorkerProcess
 
@@ -38,6 +39,8 @@ class Launcher:
     run_folder: the job's folder, for files other than logs.
     profile: which roles and steps torch's profiler records.
     observations: collects the measurements of the processes.
+    survivors: processes of an earlier attempt, which are used instead of starting new ones.
+    attempt: number of this attempt.
     """
 
     log_folder: Path
@@ -45,10 +48,12 @@ class Launcher:
     run_folder: Path | None = None
     profile: ProfileSpec | None = None
     observations: Observations = field(default_factory=Observations)
+    survivors: Survivors = NO_SURVIVORS
+    attempt: int = 0
 
     def none_of(self, role: str, worker: type[W]) -> WorkerGroup[W]:
         """Return a role's group without any process yet."""
-        return WorkerGroup[W](role, (), self.timeout_s, observations=self.observations)
+        return WorkerGroup[W](role, (), self.timeout_s, observations=self.observations, attempt=self.attempt)
 
     def start(
         self,
@@ -63,12 +68,16 @@ class Launcher:
     ) -> WorkerGroup[W]:
         """Start one process for each of `bundles`, in the order of ranks. Does not wait: see `wait_until_up`.
 
+        If `survivors` has the role's processes, they are returned.
+
         Args:
             make: creates the worker in its process; must be importable there.
             gpu_fraction: share of the bundle's GPU; 0 hides the GPU from the process.
             environment: environment variables of the processes.
             first_rank: of these processes, if the role has others that were started before.
         """
+        if kept := self.survivors.of_role(pool.name, role):
+            return WorkerGroup(role, kept, self.timeout_s, observations=self.observations, attempt=self.attempt)
         processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles, first_rank):
             local_world_size = sum(other.node_id == bundle.node_id for other in bundles)
@@ -79,6 +88,7 @@ class Launcher:
                 local_world_size,
                 self.log_folder / f"{role}-{rank}.log",
                 self.timeout_s,
+                attempt=self.attempt,
                 run_folder=self.run_folder,
                 profile=self.profile if self.profile and role in self.profile.roles else None,
             )
@@ -90,13 +100,16 @@ class Launcher:
                 # attempt ends. The rollout's replicas hold no shards: the run continues without a lost one, and an
                 # elastic pool starts another one.
                 "max_restarts": 0,
+                **self.survivors.actor_options(pool.name, role, rank, len(bundles)),
             }
             if environment:
                 options["runtime_env"] = {"env_vars": dict(environment)}
             started = ray.remote(WorkerProcess).options(**options).remote(context, make)
             processes.append(cast("ActorHandle[Any]", started))
         ranks = range(first_rank, first_rank + len(processes))
-        return WorkerGroup(role, processes, self.timeout_s, observations=self.observations, ranks=ranks)
+        return WorkerGroup(
+            role, processes, self.timeout_s, observations=self.observations, ranks=ranks, attempt=self.attempt
+        )
 
 
 async def wait_until_up(groups: Sequence[WorkerGroup[Any]]) -> None:

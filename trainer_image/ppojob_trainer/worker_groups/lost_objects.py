@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ray.exceptions import ObjectLostError
 
-from ppojob_trainer.engines.errors import RolloutError
+from ppojob_trainer.engines.errors import RolloutError, WeightReceiptError
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.futures import rank_of_explanation
@@ -34,7 +34,11 @@ async def explained(
         lost: the failures of processes that the run continued without. They explain only that their rows are missing.
     """
     cause = error.__cause__
-    if not isinstance(cause, ObjectLostError) and type(cause) is not RolloutError and not is_of_communication(cause):
+    if (
+        not isinstance(cause, ObjectLostError)
+        and type(cause) not in (RolloutError, WeightReceiptError)
+        and not is_of_communication(cause)
+    ):
         return error
     asked = (asyncio.wait_for(_is_there(group), _ASK_S) for group in groups)
     found = await asyncio.gather(*asked, return_exceptions=True)

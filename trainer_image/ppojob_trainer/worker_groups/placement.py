@@ -31,11 +31,13 @@ from ppojob_api.v1alpha1.resolve import roles
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
+from ppojob_trainer.worker_groups.survivors import NO_SURVIVORS, Survivors
 
 __all__ = [
     "CPUS_PER_PROCESS",
     "Bundle",
     "PlacedPool",
+    "are_connected",
     "bundle_resources",
     "explain_shortage",
     "gpu_fraction",
@@ -99,8 +101,10 @@ class PlacedPool:
         remove_placement_group(self.group)
 
 
-async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
+async def place(spec: PPOJobSpec, timeout_s: float, survivors: Survivors = NO_SURVIVORS) -> dict[str, PlacedPool]:
     """Reserve the bundles of all pools that have a role, without those of elastic pools (`elastic_nodes`).
+
+    Pools in which processes of an earlier attempt continue (`survivors`) have their bundles.
 
     Raises:
         PoolNotPlacedError: a pool was not reserved within `timeout_s`; names the pool and the missing resources.
@@ -108,7 +112,11 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
     pools = {pool.name: pool for _, pool in roles(spec)}
     pools |= {worker.pool: spec.pool(worker.pool) for worker in spec.workers}
     # Request all pools before waiting for the first: `timeout_s` is for all of them together, not for each.
-    groups = {name: _ask(spec, pool) for name, pool in pools.items() if pool.elastic is None}
+    groups = {
+        name: survivors.groups.get(name) or _ask(spec, pool, survivors.pool_options(name))
+        for name, pool in pools.items()
+        if pool.elastic is None
+    }
     deadline = time.monotonic() + timeout_s
     placed: dict[str, PlacedPool] = {}
     try:
@@ -126,6 +134,12 @@ async def place(spec: PPOJobSpec, timeout_s: float) -> dict[str, PlacedPool]:
         nodes = len({bundle.node_id for bundle in pool.bundles})
         logger.info("pool %s: %d bundles on %d nodes", pool.name, len(pool.bundles), nodes)
     return placed
+
+
+def are_connected(pools: Iterable[PlacedPool]) -> bool:
+    """Return whether all nodes with bundles of these pools are alive."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    return all(bundle.node_id in alive for pool in pools for bundle in pool.bundles)
 
 
 def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
@@ -191,9 +205,9 @@ def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-def _ask(spec: PPOJobSpec, pool: Pool) -> PlacementGroup:
+def _ask(spec: PPOJobSpec, pool: Pool, options: Mapping[str, str]) -> PlacementGroup:
     bundles = [bundle_resources(spec, pool)] * pool.gpus
-    return cast(PlacementGroup, placement_group(bundles, strategy="PACK"))
+    return cast(PlacementGroup, placement_group(bundles, strategy="PACK", **options))
 
 
 async def is_placed(group: PlacementGroup, deadline: float) -> bool:

@@ -32,6 +32,10 @@ class SampleKeeper:
         # A step's rows may arrive in parts.
         self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
 
+    def renew(self) -> None:
+        """Write the samples of a step that is repeated, in another attempt."""
+        self._kept = (("", 0), 0)
+
     def keep(
         self, batch: DataProto, scores: Ragged, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
     ) -> None:

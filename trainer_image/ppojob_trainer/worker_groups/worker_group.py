@@ -68,6 +68,7 @@ class WorkerGroup(Generic[W]):
         meta: Mapping[str, Any] | None = None,
         observations: Observations | None = None,
         ranks: Sequence[int] | None = None,
+        attempt: int = 0,
     ) -> None:
         """
         Args:
@@ -76,6 +77,7 @@ class WorkerGroup(Generic[W]):
             meta: entries for the meta_info of every batch that is sent.
             observations: collects the measurements of the processes.
             ranks: of the processes among those of the role, for messages; None: from 0.
+            attempt: that calls; a process that a later one has taken over refuses.
         """
         self.role = role
         self._processes = tuple(processes)
@@ -86,6 +88,7 @@ class WorkerGroup(Generic[W]):
         self._peers = Peers()
         self._ranks = tuple(range(len(processes)) if ranks is None else ranks)
         self._unread: frozenset[str] = frozenset()
+        self._attempt = attempt
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -201,7 +204,8 @@ class WorkerGroup(Generic[W]):
         stores: bool = False,
         is_wanted: bool = True,
     ) -> ObjectRef[Any]:
-        sent: Any = self._processes[rank].execute.remote(method, args, dict(kwargs), stores, current_phase(), is_wanted)
+        about = (stores, current_phase(), is_wanted, self._attempt)
+        sent: Any = self._processes[rank].execute.remote(method, args, dict(kwargs), *about)
         answer, observed = cast("list[ObjectRef[Any]]", sent)
         if self._observations is not None:
             self._observations.add(observed)

@@ -13,15 +13,22 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import ray
 
 from ppojob_api.v1alpha1.telemetry import ProfileSpec
+from ppojob_trainer.engines.errors import (
+    BucketFailedError,
+    CheckpointUnwritableError,
+    RendezvousError,
+    WeightLinkError,
+    WeightReceiptError,
+)
 from ppojob_trainer.protocol import DataProto, check_layout
 from ppojob_trainer.telemetry import CurrentPhase, RunFiles, configure_logging, tee_output
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
-from ppojob_trainer.worker_groups.errors import GPUFaultError
+from ppojob_trainer.worker_groups.errors import GPUFaultError, NotRenewableError, SupersededError
 from ppojob_trainer.worker_groups.gpu_faults import is_gpu_fault
 from ppojob_trainer.worker_groups.observation import Moved, Observed, Observer
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, counted_stores, store_rows
@@ -32,6 +39,8 @@ __all__ = ["WorkerContext", "WorkerProcess", "num_threads"]
 logger = logging.getLogger(__name__)
 
 THREADS_BESIDE_GPU = 4
+_HARMLESS = (WeightLinkError, WeightReceiptError, RendezvousError, CheckpointUnwritableError, BucketFailedError)
+"""Failures that leave a worker as it was: another connection is opened, another checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class WorkerContext:
     local_world_size: number of the group's processes on the same node; they share its cores.
     timeout_s: longest wait for the rows of a call, in seconds.
     address: network address of the process's node; set once it runs.
+    attempt: that started the process.
     run_folder: the job's folder; None if only the log is written.
     profile: settings of torch's profiler, if this role is profiled.
     """
@@ -52,8 +62,21 @@ class WorkerContext:
     log_file: Path
     timeout_s: float
     address: str = ""
+    attempt: int = 0
     run_folder: Path | None = None
     profile: ProfileSpec | None = None
+
+
+class Renewable(Protocol):
+    """A worker whose process may continue in the next attempt (`survivors`)."""
+
+    def renew(self) -> None:
+        """End what the last attempt has begun. Later calls of what prepares the worker find it ready.
+
+        Raises:
+            NotRenewableError: it is not ready.
+        """
+        ...
 
 
 class WorkerProcess:
@@ -68,10 +91,29 @@ class WorkerProcess:
         folder = None if context.run_folder is None else RunFiles(context.run_folder).profiles
         self._observer = Observer(context.role, context.rank, context.profile, folder)
         self._worker = make(self._context)
+        # The attempt whose calls are executed.
+        self._attempt = context.attempt
+        # The first failure of a method after which the worker's state is unknown.
+        # As text: the exception would keep its frames, and what they hold on the GPU.
+        self._failure: str | None = None
 
     def address(self) -> str:
         """Return the address under which other nodes reach this one."""
         return self._context.address
+
+    def renew(self, attempt: int) -> Path:
+        """Prepare the worker for a later attempt, and refuse calls of earlier ones; return this process's log file.
+
+        Raises:
+            NotRenewableError: the worker's state is unknown, it was not ready yet, or it works for a later attempt.
+        """
+        if attempt <= self._attempt:
+            raise NotRenewableError(f"it works for attempt {self._attempt}")
+        self._attempt = attempt
+        if self._failure is not None:
+            raise NotRenewableError(f"a call has failed: {self._failure}")
+        cast(Renewable, self._worker).renew()
+        return self._context.log_file
 
     @ray.method(num_returns=2)
     def execute(
@@ -82,13 +124,20 @@ class WorkerProcess:
         stores: bool,
         phase: CurrentPhase | None,
         is_wanted: bool = True,
+        attempt: int = 0,
     ) -> tuple[Any | StoredRows, Observed]:
         """Run a registered method of the worker.
 
         Args:
             stores: keep the answer on this node and return references to it.
             is_wanted: False drops the answer, because another rank of the same parallel group returns it.
+            attempt: that calls.
+
+        Raises:
+            SupersededError: the process works for another attempt.
         """
+        if attempt != self._attempt:
+            raise SupersededError(f"attempt {attempt} calls, and the process works for attempt {self._attempt}")
         moved = Moved()
         with self._observer.around(method.__name__, phase):
             with moved.timed():
@@ -114,6 +163,8 @@ class WorkerProcess:
         try:
             return method.function(self._worker, *args, **kwargs)
         except Exception as error:
+            if not isinstance(error, _HARMLESS):
+                self._failure = self._failure or f"{type(error).__name__}: {error}"
             if not is_gpu_fault(error):
                 raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ppojob_operator import dashboard as dashboard_module
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.plan import Ray, RayJob, RayState, Submission
 
@@ -83,7 +82,14 @@ async def test_the_token_goes_along() -> None:
     [
         (401, "Unauthorized", "401 Unauthorized"),
         (500, "Traceback\n  File\nRuntimeError: boom", "500 RuntimeError: boom"),
-        (200, {"a": 1}, "the answer is not a list"),
+        (200, {"a": 1}, "the answer is not a list of jobs (all of it: Input should be a valid array)"),
+        (200, [5], "is not a list of jobs ([0]: "),
+        (200, [{**LISTED, "status": "EVICTED"}], "is not a list of jobs ([0]['status']: Input should be 'PENDING'"),
+        (200, [LISTED, {**LISTED, "metadata": "x"}], "is not a list of jobs ([1]['metadata']: "),
+        (200, [{**LISTED, "metadata": {"a": []}}], "is not a list of jobs ([0]['metadata']['a']: "),
+        (200, [{**LISTED, "driver_exit_code": "x"}], "is not a list of jobs ([0]['driver_exit_code']: "),
+        (200, [{**LISTED, "driver_exit_code": 10**30}], "is not a list of jobs ([0]['driver_exit_code']: "),
+        (200, [LISTED] * 1001, "List should have at most 1000 items"),
     ],
 )
 async def test_what_is_wrong_is_said_and_never_the_token(status: int, body: Any, words: str) -> None:
@@ -93,6 +99,18 @@ async def test_what_is_wrong_is_said_and_never_the_token(status: int, body: Any,
     assert found.jobs == ()
     assert words in found.problem
     assert "secret-token" not in found.problem + repr(address)
+
+
+@pytest.mark.parametrize("data", ["[" * 100_000, "[" + "{}," * 500_000 + "{}]", "<html>", ""])
+async def test_what_is_no_list_is_refused_before_it_is_built(data: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text=data)
+
+    async with dashboard(handler) as (client, address):
+        found = await client.list_jobs(address)
+
+    assert "the answer is not a list of jobs" in found.problem
+    assert len(found.problem) < 1000
 
 
 async def test_a_dashboard_that_hangs_has_a_limit() -> None:
@@ -203,6 +221,17 @@ async def test_the_end_of_the_log_is_read_from_the_drivers_node() -> None:
     assert seen == [("/api/v0/logs/file", query)]
 
 
+async def test_of_long_lines_of_a_log_only_the_end_is_kept() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text="x" * 3_000_000 + "\nthe last line\n")
+
+    async with dashboard(handler) as (client, address):
+        text = await client.log_tail(address, RayJob("s", RayState.FAILED))
+
+    assert len(text) == 1024 * 1024
+    assert text.endswith("x\nthe last line\n")
+
+
 async def test_where_the_log_cannot_be_read_rays_message_must_do() -> None:
     async with dashboard(answering(500, "no such node")) as (client, address):
         text = await client.log_tail(address, RayJob("s", RayState.FAILED, message="last lines"))
@@ -228,8 +257,7 @@ async def test_a_redirect_is_not_followed_and_its_target_not_shown() -> None:
     assert ": 302 " in found.problem
 
 
-async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_module, "_MAX_BYTES", 100_000)
+async def test_an_answer_without_end_is_cut_off() -> None:
     sent = 0
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -244,5 +272,5 @@ async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch)
     async with dashboard(endless) as (client, address):
         found = await client.list_jobs(address)
 
-    assert "the answer has more than 100000 bytes" in found.problem
+    assert "the answer has more than 4194304 bytes" in found.problem
     assert sent < 100_000_000

@@ -148,6 +148,22 @@ async def test_a_defect_of_the_operator_is_a_condition_of_the_job() -> None:
     assert cluster.verdict(GOOD, Condition.PROGRESSING)[0] != Reason.OPERATOR_FAULT
 
 
+async def test_a_spec_that_the_operator_cannot_read_is_a_condition_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("pools")
+
+    loop = make_loop(cluster := MemoryCluster(GOOD))
+    monkeypatch.setattr("ppojob_operator.loop.read_job", broken)
+    loop.enqueue(GOOD)
+
+    await run_for(loop, 0.5)
+
+    reason, message = cluster.verdict(GOOD, Condition.PROGRESSING)
+    assert reason == Reason.OPERATOR_FAULT
+    assert "KeyError: 'pools'" in message
+    assert cluster.events.count(Reason.OPERATOR_FAULT) == 1
+
+
 async def test_a_job_that_was_deleted_is_none_that_the_watch_missed() -> None:
     loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.3)
     # Two sweeps find it, and the watch reports it.

@@ -53,6 +53,10 @@ def test_all_pods_are_held_until_the_trainer_has_stopped_gracefully(make_spec: M
         assert template["spec"]["terminationGracePeriodSeconds"] == 120
 
 
+def test_a_pools_pod_that_waits_for_the_head_ends_at_once(make_spec: MakeSpec) -> None:
+    assert pod(make_spec())["shareProcessNamespace"] is True
+
+
 def test_kueue_finds_its_labels_only_where_there_is_a_queue(make_spec: MakeSpec) -> None:
     def labels(**policy: str) -> dict[str, str]:
         found: dict[str, str] = ray_cluster(make_spec(runPolicy=policy), KEY, UID, "c")["metadata"]["labels"]

@@ -162,3 +162,21 @@ def test_a_job_that_began_under_a_newer_operator_is_neither_failed_nor_touched()
     world.spec, world.generation = {name: value for name, value in world.spec.items() if name != "optimizer"}, 3
     world.wait(1).look()
     assert world.verdict(Condition.ACCEPTED) == ("True", Reason.VALID)
+
+
+def test_a_job_that_an_earlier_version_accepted_runs_on_with_a_micro_batch_below_its_longest_sequence() -> None:
+    world = World().run()
+    data = {**world.spec["data"], "maxResponseLength": 32_768}
+
+    # Nothing in the cluster refused it then.
+    world.spec = {**world.spec, "data": data}
+    world.settle()
+    assert (world.status["phase"], world.verdict(Condition.ACCEPTED)[0]) == (Phase.RUNNING, "True")
+    world.edit(runPolicy={"suspend": True}).settle()
+    assert world.verdict(Condition.ACCEPTED)[0] == "True"
+    assert Reason.INVALID_SPEC not in world.said
+
+    new = World(data=data)
+    new.look()
+    assert new.verdict(Condition.ACCEPTED) == ("False", Reason.INVALID_SPEC)
+    assert "spec.actor.maxTokensPerGPU: 16384: is less than the longest" in new.condition(Condition.ACCEPTED).message

@@ -11,7 +11,8 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FetchReport
 from ppojob_operator.plan import FetchPod, Ray
-from ppojob_operator.reading import read_fetch_job, read_fetch_pod
+from ppojob_operator.reading import read_fetch_job
+from ppojob_operator.reading_pods import read_fetch_pod
 from ppojob_operator.status_server.fields import fetch_status
 from tests.unit.operator.reconcile.worlds import UID, World
 

@@ -6,7 +6,7 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_operator.plan import FetchPod, Pod, Ray, Trouble
-from ppojob_operator.reading import read_fetch_pod, read_pod
+from ppojob_operator.reading_pods import read_fetch_pod, read_pod
 from tests.unit.operator.reconcile.happenings import MODEL
 from tests.unit.operator.reconcile.worlds import World
 

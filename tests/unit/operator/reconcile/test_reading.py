@@ -7,7 +7,8 @@ import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_operator.plan import Pod, Trouble, Workload
-from ppojob_operator.reading import read_claim, read_cluster, read_job, read_pod, read_workload
+from ppojob_operator.reading import read_claim, read_cluster, read_job, read_workload
+from ppojob_operator.reading_pods import read_pod
 from tests.unit.operator.reconcile.worlds import World
 
 # As KubeRay 1.6.2 writes it; the pod's name is another one at each of its tries.

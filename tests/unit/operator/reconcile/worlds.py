@@ -141,9 +141,19 @@ class World:
         *others, last = self.observed.ray.jobs
         return self.see(ray=Ray((*others, replace(last, state=state, **fields))))
 
-    def trainer_fails(self, reason: str, kind: FailureKind, message: str = "it broke", exit_code: int = 1) -> "World":
-        """Let the trainer end with a named failure."""
-        record = FailureRecord(reason=reason, message=message, kind=kind, exit_code=exit_code)
+    def trainer_fails(
+        self,
+        reason: str,
+        kind: FailureKind,
+        message: str = "it broke",
+        exit_code: int = 1,
+        *,
+        only_processes: bool = False,
+    ) -> "World":
+        """Let the trainer end with a named failure. only_processes: it lost some, and its pods are fine."""
+        record = FailureRecord(
+            reason=reason, message=message, kind=kind, exit_code=exit_code, only_processes=only_processes
+        )
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
 

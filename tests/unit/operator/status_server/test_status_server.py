@@ -1,6 +1,7 @@
 """The whole server over TLS in this process: reports, probes, metrics, limits, and a stop that loses nothing."""
 
 import asyncio
+import itertools
 import json
 import logging
 import ssl
@@ -274,15 +275,30 @@ async def test_another_application_is_served_beside_with_the_same_certificates_u
         await asyncio.open_connection("localhost", port)
 
 
-async def test_probes_show_problems_by_name(cluster: Any, settings: StatusServerSettings) -> None:
+async def test_probes_show_problems_by_name_and_log_each_once(
+    cluster: Any, settings: StatusServerSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    ages = itertools.count(400)
+    problems = [lambda: f"no event for {next(ages)} s"]
+    caplog.set_level(logging.INFO)
     async with serving(cluster, settings) as running:
         assert await running.get("/healthz") == (200, "ok\n")
 
-        running.health.check("watch of ppojobs", lambda: "no event for 400 s")
+        running.health.check("watch of ppojobs", lambda: problems[0]() if problems else "")
         running.health.ready_when("indexes", lambda: "not full yet")
 
         assert await running.get("/healthz") == (503, "watch of ppojobs: no event for 400 s\n")
+        assert await running.get("/healthz") == (503, "watch of ppojobs: no event for 401 s\n")
         assert await running.get("/readyz") == (503, "indexes: not full yet\n")
+        problems.clear()
+        assert await running.get("/healthz") == (200, "ok\n")
+
+    logged = [each.getMessage() for each in caplog.records if each.name.endswith(".probes")]
+    assert logged == [
+        "/healthz: watch of ppojobs: no event for 400 s",
+        "/readyz: indexes: not full yet",
+        "/healthz: ok",
+    ]
 
 
 async def test_metrics_count_jobs_reports_and_passes(

@@ -1,9 +1,12 @@
 """The preStop hook delays a pod's deletion while a process of a run is on it, and requests the run to stop."""
 
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,78 @@ def test_the_hook_waits_less_for_a_driver_that_does_not_acknowledge(
     begin = time.monotonic()
     assert not hold(job_file, 1.0, processes, acknowledge_s=0)
     assert time.monotonic() - begin >= 1.0, "a driver that has acknowledged gets the whole limit"
+
+
+def test_workers_that_the_driver_has_left_to_the_next_attempt_hold_no_pod(
+    job_file: Path, processes: Path, request_file: Path
+) -> None:
+    add(processes, 77, WORKER)
+    files = RunFiles(request_file.parent)
+
+    def stop_gracefully() -> None:
+        while not request_file.exists():
+            time.sleep(0.01)
+        files.run_ended("good-1a2b3").touch()
+
+    killed: list[tuple[int, int]] = []
+    run = threading.Thread(target=stop_gracefully)
+    run.start()
+    assert hold(job_file, 60, processes, kill=lambda *which: killed.append(which))
+    run.join()
+    assert not request_file.exists()
+    assert killed == [(77, signal.SIGKILL)], "Ray would wait for it"
+    assert hold(job_file, 0, processes, kill=lambda *which: killed.append(which)), "it requests nothing later"
+    assert follow(job_file, 0, processes)
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Where Ray's head accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        yield server
+
+
+def test_workers_of_a_head_that_is_lost_hold_no_pod(job_file: Path, processes: Path, head: socket.socket) -> None:
+    add(processes, 77, WORKER)
+    killed: list[tuple[int, int]] = []
+
+    def hold_for(limit_s: float) -> bool:
+        return hold(job_file, limit_s, processes, head_lost_s=0.5, kill=lambda *which: killed.append(which))
+
+    assert not hold_for(2.0), "the head answers"
+    assert killed == []
+    head.close()
+    begin = time.monotonic()
+    assert hold_for(60.0)
+    assert time.monotonic() - begin >= 0.5
+    assert killed == [(77, signal.SIGKILL)], "its GPU is for the next attempt"
+
+
+def test_a_driver_that_acknowledges_is_waited_for_without_an_answer_of_the_head(
+    job_file: Path, processes: Path, head: socket.socket, tmp_path: Path
+) -> None:
+    add(processes, 77, WORKER)
+    RunFiles(tmp_path).stop_acknowledged("good-1a2b3").touch()
+    head.close()
+
+    assert not hold(job_file, 2.0, processes, head_lost_s=0.0)
+
+
+def test_the_drivers_own_pod_is_held_without_an_answer_of_the_head(
+    job_file: Path, processes: Path, head: socket.socket
+) -> None:
+    add(processes, 77, DRIVER)
+    head.close()
+
+    assert not hold(job_file, 2.0, processes, head_lost_s=0.0)
+
+
+def test_a_driver_that_still_reports_its_end_holds_its_pod(job_file: Path, processes: Path, request_file: Path) -> None:
+    add(processes, 77, DRIVER)
+    RunFiles(request_file.parent).run_ended("good-1a2b3").touch()
+
+    assert not hold(job_file, 0, processes)
 
 
 def test_a_pod_whose_ray_is_starting_is_held_until_ray_handles_sigterm(job_file: Path, processes: Path) -> None:

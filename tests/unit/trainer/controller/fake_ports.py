@@ -208,11 +208,20 @@ class FakeWeights:
     def come_back(self) -> bool:
         return bool(self.world.joins)
 
-    async def push(self, version: int) -> dict[str, float]:
+    @property
+    def compared_version(self) -> int | None:
+        return self.world.compared_version
+
+    async def wait_for_engine(self) -> None:
         world = self.world
         if not sum([admit() for admit in world.admissions]):
             await world.time.sleep(max(0.0, min(at for each in world.joins.values() for at in each) - world.time.now))
             assert sum([admit() for admit in world.admissions]), "an engine has come back"
+
+    async def push(self, version: int) -> dict[str, float]:
+        world = self.world
+        world.compared_version = version
+        await self.wait_for_engine()
         weights = self.world.actor
         if world.in_flight:
             world.pauses.append((world.time.now, world.time.now + world.durations["push"]))

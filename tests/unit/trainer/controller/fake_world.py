@@ -94,6 +94,7 @@ class World:
     rollout: float = 1.0
     version: int = 0
     """Of the engines' weights."""
+    compared_version: int | None = None
     in_flight: bool = False
     """Whether engines pause for a push, and generate on afterwards."""
     pauses: list[tuple[float, float]] = field(default_factory=list)

@@ -387,3 +387,13 @@ def test_what_is_expected_to_be_missing_is_requested() -> None:
     other = DynamicSampler(SamplingSettings(10, 2, 5))
     other.load_state_dict(sampler.state_dict())
     assert candidates(other, {}, 0).missing() == 18
+
+
+@pytest.mark.parametrize("engines_sleep", [False, True])
+async def test_each_step_has_the_version_of_the_last_compared_weights(make_run: MakeRun, engines_sleep: bool) -> None:
+    run = make_run(ScheduleMode.SERIAL, steps=3, settings=SETTINGS)
+    run.world.engines_sleep = engines_sleep
+    await run()
+
+    compared = [run.monitor.records[step]["training/compared_weights_version"] for step in (1, 2, 3)]
+    assert compared == [1, 2, 3]

@@ -37,16 +37,21 @@ class VirtualTime:
     async def kill_at(self, end: float, work: Awaitable[T]) -> None:
         """Move the time until `end`, then cancel `work`."""
         task = asyncio.ensure_future(work)
-        while not task.done() and (not self._waiting or self._waiting[0][0] <= end):
+        while not task.done() and self._next(end) <= end:
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-            if self._waiting and self._waiting[0][0] <= end:
+            if self._next(end) <= end:
                 self._advance()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    def _next(self, default: float) -> float:
+        """Return when the next sleep ends, without those that were cancelled."""
+        while self._waiting and self._waiting[0][2].done():
+            heapq.heappop(self._waiting)
+        return self._waiting[0][0] if self._waiting else default
+
     def _advance(self) -> None:
+        self.now = self._next(self.now)
         if self._waiting:
-            self.now, _, future = heapq.heappop(self._waiting)
-            if not future.done():
-                future.set_result(None)
+            heapq.heappop(self._waiting)[2].set_result(None)

@@ -10,7 +10,8 @@ import torch
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import listen
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 

@@ -17,9 +17,10 @@ import torch
 from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_policy
 
 SHARD_BYTES = 16 * 10**6

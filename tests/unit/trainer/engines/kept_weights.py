@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
+from ppojob_trainer.engines.weights.receiver import WeightReceiver
 
 
 class Quantized(UnquantizedLinearMethod):
@@ -65,8 +66,42 @@ def outcomes(model: Model) -> dict[str, str]:
     return found
 
 
+class Stream:
+    """Yields a weight, and remembers whether the rest was taken."""
+
+    is_compared, is_drained = False, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", torch.ones(3)
+
+    def drain(self, error: BaseException) -> None:
+        self.is_drained = error is not None
+
+    def receipt(self) -> NoReturn:
+        raise WeightSyncError("only 0 of 1 buckets were loaded")
+
+
+def fails(*_: object, **__: object) -> NoReturn:
+    raise ValueError("no such weight")
+
+
+def reads_nothing(*_: object, **__: object) -> tuple[bool, None]:
+    return False, None
+
+
+def failure(load: Callable[..., Any]) -> dict[str, object]:
+    """Receive weights that cannot be loaded; return the answer, and whether the rest of the push was taken."""
+    stream, worker = Stream(), WeightReceiverExtension()
+    worker.ppojob_receiver = cast(WeightReceiver, SimpleNamespace(begin=lambda version: stream))
+    worker.vllm_config, worker.device = VllmConfig(), torch.device("cpu")
+    worker._ppojob_load = load  # type: ignore[method-assign]
+    return {"answer": worker.ppojob_receive_weights(1), "is_drained": stream.is_drained}
+
+
 if __name__ == "__main__":
     found = {
+        "failure": failure(fails),
+        "partial": failure(reads_nothing),
         "kept": {name: keeps_weights_as_they_come(model) for name, model in MODELS.items()},
         "changing": outcomes(Model(changes_at=range(2))),
         "right": outcomes(Model()),

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy

@@ -27,6 +27,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
@@ -100,7 +101,13 @@ def changed(model: Any, before: dict[str, Tensor]) -> list[str]:
 def reloaded(path: str) -> dict[str, Any]:
     """Return the outcome of each push, and which of vLLM's parameters it left other than they are read from disk."""
     config = EngineArgs(
-        model=path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True
+        model=path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        # As in `engines.rollout.options`: the other backend of a CPU refuses float32.
+        attention_backend=AttentionBackendEnum.CPU_MLA,
     ).create_engine_config()
     with set_current_vllm_config(config):
         # vLLM makes the experts' group only for a model with experts.
@@ -122,6 +129,9 @@ def reloaded(path: str) -> dict[str, Any]:
 @torch.no_grad()
 def apart(config: VllmConfig, model: Any, path: str, *, is_negative: bool) -> float | None:
     """Return how far vLLM's layers with experts compute from transformers' own, as a share; None without experts."""
+    if not any(".experts." in name for name, _ in model.named_parameters()):
+        # Of some of the others, vLLM changes transformers' classes.
+        return None
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if is_negative:
         for tensor in theirs.state_dict().values():
@@ -134,7 +144,7 @@ def apart(config: VllmConfig, model: Any, path: str, *, is_negative: bool) -> fl
                 computed = (mine.block_sparse_moe if hasattr(mine, "block_sparse_moe") else mine.mlp)(inputs.clone())
             expected = other.mlp(inputs.unsqueeze(0)).squeeze(0)
             shares.append(float((computed - expected).norm() / expected.norm()))
-    return max(shares, default=None)
+    return max(shares)
 
 
 @torch.no_grad()
@@ -145,7 +155,9 @@ def head_apart(config: VllmConfig, model: Any, weights: dict[str, Tensor]) -> fl
     assert head is not None
     inputs = torch.randn(NUM_TOKENS, head.shape[1], generator=torch.Generator().manual_seed(3))
     with set_current_vllm_config(config):
-        computed = model.lm_head.quant_method.apply(model.lm_head, inputs)[:, : head.shape[0]]
+        # Gemma 2 has no other head than its embedding.
+        layer = getattr(model, "lm_head", model.model.embed_tokens)
+        computed = layer.quant_method.apply(layer, inputs)[:, : head.shape[0]]
     expected = inputs @ head.float().T
     return float((computed - expected).norm() / expected.norm())
 

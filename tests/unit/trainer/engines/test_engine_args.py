@@ -29,32 +29,32 @@ def options(**engine_args: Any) -> RolloutOptions:
     ],
 )
 def test_an_argument_that_vllm_does_not_have_is_refused(engine_args: dict[str, Any], words: str) -> None:
-    from ppojob_trainer.engines.rollout.engine import checked_arguments
+    from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
 
     with pytest.raises(EngineArgumentError, match=words):
         checked_arguments(options(**engine_args))
 
 
 def test_a_known_argument_is_passed_on() -> None:
-    from ppojob_trainer.engines.rollout.engine import checked_arguments
+    from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
 
     assert checked_arguments(options(block_size=32)).block_size == 32
 
 
 def test_drafts_and_updates_in_flight_need_the_trainers_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ppojob_trainer.engines.rollout import engine
+    from ppojob_trainer.engines.rollout import vllm_arguments
 
     drafts = dataclasses.replace(options(), speculative=SpeculativeSpec())
     in_flight = dataclasses.replace(options(), updates_in_flight=True)
-    assert engine.checked_arguments(drafts).scheduler_cls == SCHEDULER
-    assert engine.checked_arguments(in_flight).scheduler_cls == SCHEDULER
+    assert vllm_arguments.checked_arguments(drafts).scheduler_cls == SCHEDULER
+    assert vllm_arguments.checked_arguments(in_flight).scheduler_cls == SCHEDULER
 
-    monkeypatch.setattr(engine.vllm, "__version__", "0.99.0")
-    assert engine.checked_arguments(options()).scheduler_cls != SCHEDULER
+    monkeypatch.setattr(vllm_arguments.vllm, "__version__", "0.99.0")
+    assert vllm_arguments.checked_arguments(options()).scheduler_cls != SCHEDULER
     with pytest.raises(EngineArgumentError, match=r"spec\.schedule\.weightUpdates: 'InFlight': .* vLLM 0\.99\.0"):
-        engine.checked_arguments(in_flight)
+        vllm_arguments.checked_arguments(in_flight)
     with pytest.raises(EngineArgumentError, match=r"spec\.rollout\.speculative: .* vLLM 0\.99\.0; remove it"):
-        engine.checked_arguments(drafts)
+        vllm_arguments.checked_arguments(drafts)
 
 
 def test_every_reserved_argument_is_one_of_vllms() -> None:

@@ -64,7 +64,9 @@ def update(
     [
         {"gradient_checkpointing": False},
         {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "activation_offload": True, "lora": LoRA(rank=4)},
+        pytest.param(
+            {"gradient_checkpointing": True, "activation_offload": True, "lora": LoRA(rank=4)}, marks=pytest.mark.long
+        ),
     ],
     ids=["nothing recomputed", "checkpointing", "checkpointing, LoRA, activations offloaded"],
 )

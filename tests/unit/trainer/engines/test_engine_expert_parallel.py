@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import experts
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.fsdp_engines import reference_engine
@@ -72,7 +73,7 @@ def test_a_rank_that_receives_no_row_has_gradients_of_zero(monkeypatch: pytest.M
     monkeypatch.setattr(experts, "grouped_mm_experts_forward", counted)
     rows = torch.zeros(0, 48, requires_grad=True)
 
-    output = experts._multiply_own(part, rows, torch.zeros(0, dtype=torch.int64))
+    output = experts._multiply(part, rows, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     output.sum().backward()
 
     assert output.shape == (0, 48)

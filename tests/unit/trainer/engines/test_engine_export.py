@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ppojob_trainer.engines.errors import CheckpointUnwritableError
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import export as export_module
 from ppojob_trainer.engines.train.fsdp import export_files
 from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, PlannedFile, plan_files
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import option_ranks
 from tests.unit.trainer.engines.test_engine_peers import run_ranks

@@ -256,7 +256,8 @@ def test_code_of_a_checkpoint_is_refused_for_a_mixture_of_a_known_family() -> No
         """As from a checkpoint's own module."""
 
     with pytest.raises(
-        ModelUnsupportedError, match=r"comes with code of its own, and .*: set trustRemoteCode to false in"
+        ModelUnsupportedError,
+        match=r"comes with code of its own, and .*: create another PPOJob with trustRemoteCode false",
     ):
         refuse_unsupported(OwnConfig())
 

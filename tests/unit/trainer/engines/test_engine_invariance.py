@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import LossAggregation
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.maths.kl import kl_estimate
 from ppojob_trainer.maths.log_probs import plain_log_probs
 from ppojob_trainer.maths.losses import Denominators, entropy_bonus, kl_loss, policy_loss

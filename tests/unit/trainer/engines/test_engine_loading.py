@@ -16,8 +16,9 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_critic, load_policy
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines.loading_ranks import FLOAT32, NUM_EXPERTS, whole_and_read
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY, save_tiny_model

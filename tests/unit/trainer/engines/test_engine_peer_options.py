@@ -13,9 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ppojob_api.v1alpha1.model import LoRA, Offload
-from ppojob_trainer.engines.train.mesh import PIPELINE, ParallelDims, ParallelMesh
-from ppojob_trainer.models import support
-from ppojob_trainer.models.support import Support
+from ppojob_trainer.engines.train.dims import PIPELINE, ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import option_ranks, peer_ranks
 from tests.unit.trainer.engines.test_engine_families import FAMILIES, SHAPE
 from tests.unit.trainer.engines.test_engine_peers import UNTIED, models, run_ranks
@@ -29,10 +28,11 @@ pytestmark = pytest.mark.slow
 Results = dict[str, Any]
 ROLES = ("actor", "critic")
 EMBEDDING, COPY = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
-SAME_GRADIENTS = (1e-4, 1e-2)
+SAME_GRADIENTS = (1e-3, 1e-2)
 """How far the gradients of the two steps may be apart, as a share of the largest entry. Orders of the sums differ by up
-to 3e-5, and a rank's part that is left out or added twice makes more than 0.1. The second step begins from the weights
-of the first, whose AdamW has moved numbers with a gradient of next to nothing apart."""
+to 3e-4, on processors with AVX-512 and in the queries behind a norm, whose gradients are differences of nearly equal
+numbers; a rank's part that is left out or added twice makes more than 0.1. The second step begins from the weights of
+the first, whose AdamW has moved numbers with a gradient of next to nothing apart."""
 BOTH = Offload(parameters=True, optimizer=True)
 # The ranks do not divide the rank of the adapters.
 ALL_LAYERS = LoRA(rank=3, alpha=12.0)
@@ -57,46 +57,21 @@ class Layout:
 
 
 LAYOUTS = {
-    "tensor 2": Layout(ParallelDims(tensor=2), "llama"),
-    "tensor 2, all weights, compiled": Layout(ParallelDims(tensor=2), "llama", None, {"compile": True}),
-    "tensor 2 of layers with biases": Layout(ParallelDims(tensor=2), "biases"),
-    "tensor 2 of gemma": Layout(ParallelDims(tensor=2), "gemma"),
     "tensor 2 of gemma2": Layout(ParallelDims(tensor=2), "gemma2"),
-    "tensor 2 of gemma3": Layout(ParallelDims(tensor=2), "gemma3_text"),
-    "tensor 2 of two layers of qwen2": Layout(ParallelDims(tensor=2), "qwen2", TWO_LAYERS),
     "tensor 2 of qwen3, all offloaded": Layout(
         ParallelDims(tensor=2), "qwen3", options={"offload": BOTH, "activation_offload": True}
     ),
-    "tensor 2, nothing recomputed": Layout(
-        ParallelDims(tensor=2), "llama", TWO_LAYERS, {"gradient_checkpointing": False}
-    ),
-    "shard 2 x tensor 2": Layout(ParallelDims(shard=2, tensor=2), "llama"),
     "shard 2 x tensor 2, gathered": Layout(ParallelDims(shard=2, tensor=2), "qwen2", options={"stays_gathered": True}),
-    "sequence 2 x tensor 2": Layout(ParallelDims(sequence=2, tensor=2), "qwen3"),
+    "sequence 2 x tensor 2": Layout(ParallelDims(sequence=2, tensor=2), "many heads"),
     "replicate 2 x tensor 2": Layout(ParallelDims(replicate=2, tensor=2), "llama", TWO_LAYERS),
-    "tensor 2, all weights, activations offloaded": Layout(
-        ParallelDims(tensor=2), "qwen2", None, {"activation_offload": True}
-    ),
-    "shard 2 x tensor 2, all weights, all offloaded": Layout(
-        ParallelDims(shard=2, tensor=2), "llama", None, {"offload": BOTH, "activation_offload": True}
-    ),
     "pipeline 2, all weights, all offloaded": Layout(
         ParallelDims(pipeline=2), "llama", None, {"offload": BOTH, "activation_offload": True}
     ),
-    "pipeline 3 of five layers": Layout(ParallelDims(pipeline=3), "deep", None),
-    "pipeline 2 x shard 2, tied, gathered": Layout(
-        ParallelDims(shard=2, pipeline=2), "llama", None, {"stays_gathered": True, "gradient_checkpointing": False}
-    ),
-    "pipeline 2 of two stages each": Layout(ParallelDims(pipeline=2, virtual=2), "deep", None),
     "pipeline 2 x shard 2 of two stages each, adapters, gathered": Layout(
         ParallelDims(shard=2, pipeline=2, virtual=2), "deep", options={"stays_gathered": True}
     ),
     "pipeline 2 x tensor 2": Layout(ParallelDims(tensor=2, pipeline=2), "qwen3", TWO_LAYERS),
     "expert 2, one without tokens": Layout(ParallelDims(shard=2, expert=2), "starved", None),
-    "expert 2 of 4 ranks": Layout(ParallelDims(shard=4, expert=2), "experts", None, {"gradient_checkpointing": False}),
-    "expert 2 of sequence 2, all offloaded": Layout(
-        ParallelDims(sequence=2, expert=2), "experts", None, {"offload": BOTH, "activation_offload": True}
-    ),
     "expert 2, adapters, gathered": Layout(
         ParallelDims(shard=2, expert=2), "experts", OF_ATTENTION, {"stays_gathered": True, "compile": True}
     ),
@@ -104,15 +79,42 @@ LAYOUTS = {
         ParallelDims(sequence=2, pipeline=2, expert=2), "deepseek", None
     ),
     "expert 2 x replicate 2": Layout(ParallelDims(replicate=2, shard=2, expert=2), "experts", None),
-    "pipeline 2 x expert 2": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts", None),
 }
-MANY_RANKS = {
+LONG = {
+    "tensor 2, all weights, compiled": Layout(ParallelDims(tensor=2), "llama", None, {"compile": True}),
+    "tensor 2": Layout(ParallelDims(tensor=2), "llama"),
+    "tensor 2 of layers with biases": Layout(ParallelDims(tensor=2), "biases"),
+    "tensor 2 of gemma": Layout(ParallelDims(tensor=2), "gemma"),
+    "tensor 2 of gemma3": Layout(ParallelDims(tensor=2), "gemma3_text"),
+    "tensor 2 of mistral": Layout(ParallelDims(tensor=2), "mistral"),
+    "tensor 2 of smollm3": Layout(ParallelDims(tensor=2), "smollm3"),
+    "tensor 2 of two layers of qwen2": Layout(ParallelDims(tensor=2), "qwen2", TWO_LAYERS),
+    "tensor 2, nothing recomputed": Layout(
+        ParallelDims(tensor=2), "llama", TWO_LAYERS, {"gradient_checkpointing": False}
+    ),
+    "shard 2 x tensor 2": Layout(ParallelDims(shard=2, tensor=2), "llama"),
+    "tensor 2, all weights, activations offloaded": Layout(
+        ParallelDims(tensor=2), "qwen2", None, {"activation_offload": True}
+    ),
+    "shard 2 x tensor 2, all weights, all offloaded": Layout(
+        ParallelDims(shard=2, tensor=2), "llama", None, {"offload": BOTH, "activation_offload": True}
+    ),
+    "pipeline 3 of five layers": Layout(ParallelDims(pipeline=3), "deep", None),
+    "pipeline 2 x shard 2, tied, gathered": Layout(
+        ParallelDims(shard=2, pipeline=2), "llama", None, {"stays_gathered": True, "gradient_checkpointing": False}
+    ),
+    "pipeline 2 of two stages each": Layout(ParallelDims(pipeline=2, virtual=2), "deep", None),
+    "expert 2 of 4 ranks": Layout(ParallelDims(shard=4, expert=2), "experts", None, {"gradient_checkpointing": False}),
+    "expert 2 of sequence 2, all offloaded": Layout(
+        ParallelDims(sequence=2, expert=2), "experts", None, {"offload": BOTH, "activation_offload": True}
+    ),
+    "pipeline 2 x expert 2": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts", None),
     "pipeline 2 x shard 2, adapters, gathered": Layout(
         ParallelDims(shard=2, pipeline=2), "qwen2", options={"stays_gathered": True}
     ),
-    "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "llama"),
+    "shard 2 x sequence 2 x tensor 2": Layout(ParallelDims(1, 2, 2, 2), "many heads"),
     "replicate 2 x shard 2 x tensor 2": Layout(ParallelDims(2, 2, 1, 2), "qwen2", options={"activation_offload": True}),
-    "all axes but the pipeline": Layout(ParallelDims(2, 2, 2, 2), "llama"),
+    "all axes but the pipeline": Layout(ParallelDims(2, 2, 2, 2), "many heads"),
     "expert 4 of shard 2 x sequence 2": Layout(ParallelDims(shard=2, sequence=2, expert=4), "starved", None),
     "expert 2 of replicate 2 x shard 2 x sequence 2": Layout(ParallelDims(2, 2, 2, expert=2), "experts", None),
     "expert 2 of 4 ranks with 2 experts": Layout(ParallelDims(shard=4, expert=2), "two experts", None),
@@ -195,15 +197,16 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     model.save_pretrained(folder)
     deep = save_tiny_model(folder / "deep", num_hidden_layers=5)
     deeper = save_tiny_model(folder / "deeper", num_hidden_layers=7, tie_word_embeddings=False)
-    gemma = {family: folder / family for family in ("gemma", "gemma2", "gemma3_text")}
+    others = {family: folder / family for family in ("gemma", "gemma2", "gemma3_text", "mistral", "smollm3")}
     for family, settings in FAMILIES.values():
-        if family in gemma:
+        if family in others:
             config = AutoConfig.for_model(family, **{**SHAPE, **settings})
-            AutoModelForCausalLM.from_config(config).save_pretrained(gemma[family])
+            AutoModelForCausalLM.from_config(config).save_pretrained(others[family])
     return {
         **models,
-        **gemma,
+        **others,
         "biases": folder,
+        "many heads": save_tiny_model(folder / "many heads", num_attention_heads=8, num_key_value_heads=4),
         "deep": deep,
         "deeper": deeper,
         "deep experts": saved(tiny_experts(num_hidden_layers=5), folder / "deep experts"),
@@ -227,15 +230,26 @@ def alone(
     return compute
 
 
-@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MANY_RANKS)])
-def seen(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    all_models: dict[str, Path],
-    alone: Callable[[str, str], tuple[Path, Results]],
-) -> Seen:
-    layout = (LAYOUTS | MANY_RANKS)[request.param]
-    folder, model = tmp_path_factory.mktemp("peers"), all_models[layout.family]
+def seen_of(layouts: dict[str, Layout], long: dict[str, Layout]) -> Any:
+    """Return the fixture `seen` of a module: what ranks and one rank compute in each of its layouts."""
+
+    @pytest.fixture(scope="module", params=[*layouts, *(pytest.param(name, marks=pytest.mark.long) for name in long)])
+    def seen(
+        request: pytest.FixtureRequest,
+        tmp_path_factory: pytest.TempPathFactory,
+        all_models: dict[str, Path],
+        alone: Callable[[str, str], tuple[Path, Results]],
+    ) -> Seen:
+        layout = (layouts | long)[request.param]
+        return see(layout, all_models[layout.family], tmp_path_factory.mktemp("peers"), alone)
+
+    return seen
+
+
+seen = seen_of(LAYOUTS, LONG)
+
+
+def see(layout: Layout, model: Path, folder: Path, alone: Callable[[str, str], tuple[Path, Results]]) -> Seen:
     work = functools.partial(option_ranks.run, settings=layout.plain | layout.options)
     run_ranks(layout.dims, model, folder, work)
     of_ranks = read_ranks(layout.dims, folder)
@@ -277,7 +291,7 @@ def merged(stages: list[Results], is_tied: bool) -> Results:
 
 def comparable(layout: Layout, metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that the layout does not change: experts count the tokens that fill up sequence-parallel slices."""
-    is_filled = layout.dims.sequence > 1
+    is_filled = layout.dims.slices > 1
     return {name: value for name, value in metrics.items() if not (is_filled and "expert_imbalance" in name)}
 
 
@@ -365,9 +379,3 @@ def test_each_rank_writes_its_share_of_the_files(seen: Seen) -> None:
     assert len(written) == len(seen.of_one["written"]) > 4
     assert sorted(written) == sorted(seen.of_one["written"])
     assert max(map(len, per_rank)) - min(map(len, per_rank)) <= 1
-
-
-def test_the_families_with_tensor_parallelism_are_tested_with_adapters() -> None:
-    divided = [layout for layout in LAYOUTS.values() if layout.dims.tensor > 1 and layout.lora is not None]
-    tested = {layout.family for layout in divided} - {"biases"}
-    assert tested == {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.TESTED}

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ppojob_trainer.engines.network import listen
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import VOCABULARY
@@ -29,27 +30,27 @@ LIMIT_SECONDS = 240
 # The model: tied embeddings; biases and untied ones; norms of single heads.
 LAYOUTS = {
     "shard 2 x sequence 2": (ParallelDims(shard=2, sequence=2), "llama"),
-    "sequence 4 with 2 key heads": (ParallelDims(sequence=4), "llama"),
+    "sequence 2 x context 2": (ParallelDims(sequence=2, context=2), "llama"),
     "shard 2 x tensor 2": (ParallelDims(shard=2, tensor=2), "llama"),
-    "tensor 2 of qwen2": (ParallelDims(tensor=2), "qwen2"),
     "tensor 2 of qwen3": (ParallelDims(tensor=2), "qwen3"),
     "replicate 2 x shard 2": (ParallelDims(replicate=2, shard=2), "llama"),
-    "replicate 2, not sharded": (ParallelDims(replicate=2), "qwen3"),
-    "replicate 2 x sequence 2": (ParallelDims(replicate=2, sequence=2), "qwen2"),
-    "replicate 2 x tensor 2": (ParallelDims(replicate=2, tensor=2), "llama"),
-    "sequence 2 x tensor 2": (ParallelDims(sequence=2, tensor=2), "qwen3"),
-    "pipeline 2": (ParallelDims(pipeline=2), "llama"),
+    "context 2 x tensor 2": (ParallelDims(context=2, tensor=2), "qwen3"),
     "pipeline 2 x shard 2": (ParallelDims(pipeline=2, shard=2), "qwen2"),
     "expert 2 of 4 ranks": (ParallelDims(shard=4, expert=2), "experts"),
+    "replicate 2 x sequence 2": (ParallelDims(replicate=2, sequence=2), "qwen2"),
 }
 LONG = {
+    "tensor 2 of qwen2": (ParallelDims(tensor=2), "qwen2"),
+    "replicate 2, not sharded": (ParallelDims(replicate=2), "qwen3"),
+    "replicate 2 x tensor 2": (ParallelDims(replicate=2, tensor=2), "llama"),
+    "pipeline 2": (ParallelDims(pipeline=2), "llama"),
     "pipeline 2 of qwen3": (ParallelDims(pipeline=2), "qwen3"),
     "pipeline 2 x sequence 2": (ParallelDims(pipeline=2, sequence=2), "qwen3"),
     "pipeline 2 x replicate 2": (ParallelDims(pipeline=2, replicate=2), "llama"),
     "pipeline 2 x shard 2 x tensor 2": (ParallelDims(shard=2, tensor=2, pipeline=2), "llama"),
     "replicate 2 x shard 2 x tensor 2": (ParallelDims(2, 2, 1, 2), "llama"),
-    "replicate 2 x sequence 2 x tensor 2": (ParallelDims(2, 1, 2, 2), "qwen2"),
-    "shard 2 x sequence 2 x tensor 2": (ParallelDims(1, 2, 2, 2), "llama"),
+    "replicate 2 x context 2 x tensor 2": (ParallelDims(replicate=2, context=2, tensor=2), "qwen2"),
+    "shard 2 x context 2 x tensor 2": (ParallelDims(shard=2, context=2, tensor=2), "llama"),
 }
 UNTIED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -201,6 +202,8 @@ def test_its_export_is_the_whole_model(seen: Seen) -> None:
     [
         (ParallelDims(tensor=2), ParallelDims(shard=2)),
         (ParallelDims(tensor=2), ParallelDims(sequence=2)),
+        (ParallelDims(context=2), ParallelDims(shard=2)),
+        (ParallelDims(tensor=2), ParallelDims(sequence=2, context=2)),
         (ParallelDims(shard=2), ParallelDims(tensor=2)),
         (ParallelDims(replicate=2, shard=2), ParallelDims(tensor=2)),
         (ParallelDims(tensor=2), ParallelDims(replicate=2, shard=2)),

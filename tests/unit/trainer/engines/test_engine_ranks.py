@@ -150,7 +150,8 @@ def test_a_rank_that_stays_alone_gives_up_in_time() -> None:
     script = (
         "from ppojob_api.v1alpha1.runtime import Device\n"
         "from ppojob_trainer.engines.network import connect\n"
-        "from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group\n"
+        "from ppojob_trainer.engines.train.dims import ParallelDims\n"
+        "from ppojob_trainer.engines.train.mesh import init_process_group\n"
         f"store = connect('127.0.0.1', {store.port}, 2)\n"
         f"init_process_group(Device('{Device.CPU.value}'), 1, ParallelDims(shard=2), store, 2)\n"
     )

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from ppojob_trainer.engines.train.batch import num_passes
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.passes import Pipelined, _Interleaved
-from ppojob_trainer.engines.train.mesh import ParallelDims
 from ppojob_trainer.planning.fake_device import fake_ranks
 from ppojob_trainer.planning.seconds import waits_of_update
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh
+from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.transports import NcclLog, log_connections, transports_of
 
 NVLINK = """\

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, WeightSyncError
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.weights import sender as sender_module
 from ppojob_trainer.engines.weights.buckets import (
     TensorSpec,
     buckets_from_text,
@@ -73,6 +76,13 @@ def connected(
     return sender, [receiver.result(20) for receiver in receivers]
 
 
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
 def receive(receiver: WeightReceiver, version: int) -> tuple[dict[str, torch.Tensor], Receipt]:
     stream = receiver.begin(version)
     tensors = {name: tensor.clone() for name, tensor in stream}
@@ -97,12 +107,87 @@ def test_all_receivers_get_equal_tensors_push_after_push(pool: ThreadPoolExecuto
 
 
 def test_another_version_than_wanted_is_refused(pool: ThreadPoolExecutor) -> None:
-    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1, limit=2)
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1)
     pushed = pool.submit(sender.push, 3)
     with pytest.raises(WeightSyncError, match="sends version 3 of the weights, wanted was 4"):
         receiver.begin(4)
+    [sent] = pushed.result(20)
+    assert sent.version == 3, "the sender does not wait for it"
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_a_receiver_that_fails_takes_the_rest_so_that_the_others_get_theirs(
+    pool: ThreadPoolExecutor, num_read: int
+) -> None:
+    sender, (failing, other) = connected(Tensors(), pool, num_receivers=2)
+    for version in (1, 2):
+        pushed, received = pool.submit(sender.push, version), pool.submit(receive, other, version)
+        stream = failing.begin(version)
+        list(itertools.islice(stream, num_read))
+        stream.drain()
+
+        verify(pushed.result(20)[0], [received.result(20)[1]])
+
+
+def test_a_receiver_without_memory_for_a_bucket_takes_it_when_it_drops_the_rest(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (failing, other) = connected(Tensors(), pool, num_receivers=2)
+    pushed, received = pool.submit(sender.push, 1), pool.submit(receive, other, 1)
+    rest = iter(stream := failing.begin(1))
+    next(rest)
+    with monkeypatch.context() as patched:
+        patched.setattr(failing._channel, "receive", raising(torch.OutOfMemoryError("CUDA out of memory")))
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            next(rest)
+    stream.drain()
+
+    verify(pushed.result(20)[0], [received.result(20)[1]])
+
+
+def test_a_receiver_without_memory_for_the_rest_fails_the_push_at_once(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1, limit=90)
+    pushed = pool.submit(sender.push, 1)
+    next(iter(stream := receiver.begin(1)))
+    monkeypatch.setattr(receiver._channel, "receive", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    stream.drain()
+
+    with pytest.raises(WeightLinkError, match="stopped receiving version 1"):
+        pushed.result(60)
+
+
+def test_an_actor_without_memory_for_a_bucket_blames_no_receiver(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1)
+    monkeypatch.setattr(sender_module, "checksum", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        sender.push(1)
+    for end in (sender, receiver):
+        end.close()
+
+
+def test_after_a_failed_connection_nothing_is_left_to_take(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = connected(Tensors(), pool, num_receivers=1, limit=2)
+    pushed, calls = pool.submit(sender.push, 1), []
+
+    def broken(num_bytes: int) -> torch.Tensor:
+        calls.append(num_bytes)
+        raise RuntimeError("Connection closed by peer")
+
+    stream = receiver.begin(1)
+    monkeypatch.setattr(receiver._channel, "receive", broken)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        next(iter(stream))
+    stream.drain()
+
+    assert len(calls) == 1, "it would wait once more"
     receiver.close()
-    with pytest.raises(WeightSyncError, match="stopped receiving version 3"):
+    with pytest.raises(WeightLinkError, match="stopped receiving version 1"):
         pushed.result(20)
 
 
@@ -162,6 +247,20 @@ def test_a_rank_gathers_to_the_end_although_a_receiver_is_lost(
 
     assert gathered == ["a", "large", "b"], "the other ranks would wait for this one"
     receiver.close()
+
+
+def test_the_other_receivers_do_not_wait_for_the_limit_when_one_is_lost(pool: ThreadPoolExecutor) -> None:
+    sender, (failing, other) = connected(Tensors(), pool, num_receivers=2, limit=90)
+    pushed, received = pool.submit(sender.push, 1), pool.submit(receive, other, 1)
+    stream = iter(failing.begin(1))
+    next(stream)
+    # As the end of its process does.
+    failing._channel.close()
+
+    with pytest.raises(WeightLinkError, match="stopped receiving version 1"):
+        pushed.result(60)
+    assert received.exception(60) is not None
+    other.close()
 
 
 def test_a_rank_without_a_plan_only_gathers() -> None:

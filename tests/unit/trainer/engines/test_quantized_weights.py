@@ -39,7 +39,7 @@ def test_a_push_after_one_that_broke_off_passes(found: dict[str, Any]) -> None:
 def test_another_scale_is_more_than_rounding(found: dict[str, Any]) -> None:
     says = found["pushes"]["scale while it is rounded"]
     assert f"{REFUSED}a weight of layer model.layers.1.mlp.down_proj differs from the received one by" in says
-    assert "Remove spec.rollout.quantization" in says
+    assert "Create another PPOJob without spec.rollout.quantization" in says
 
 
 def test_one_bit_is_seen_after_the_reload(found: dict[str, Any]) -> None:

@@ -41,8 +41,14 @@ LATENT = {
     "v_head_dim": 32,
     "num_key_value_heads": 2,
 }
-# They have the same tensors as another variant.
-LEFT_OUT = ("mixtral window", "deepseek v3 with yarn and whole queries")
+# They have the same tensors as another variant. Of the last one, vLLM refuses the windows.
+LEFT_OUT = (
+    "llama 3 rope",
+    "mistral window",
+    "mixtral window",
+    "deepseek v3 with yarn and whole queries",
+    "qwen2 windows above layer 1",
+)
 VARIANTS = {
     name: pair
     for name, pair in test_engine_families.FAMILIES.items()

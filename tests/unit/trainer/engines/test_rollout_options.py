@@ -22,6 +22,9 @@ CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
     [
         (CPU, {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 300}),
         (CUDA, {"enforce_eager": False, "enable_chunked_prefill": True, "enable_sleep_mode": True}),
+        # No more tokens than two sequences can have: vLLM's warm-up would read outside their block tables.
+        (dataclasses.replace(CUDA, max_num_batched_tokens=8192, max_num_seqs=2), {"max_num_batched_tokens": 600}),
+        (dataclasses.replace(CUDA, max_num_batched_tokens=8192), {"max_num_batched_tokens": 8192}),
         (CUDA, {"tensor_parallel_size": 1, "distributed_executor_backend": "uni"}),
         (
             dataclasses.replace(CUDA, tensor_parallel_size=2),
@@ -64,7 +67,7 @@ def test_drafts_are_for_small_batches(
         "prompt_lookup_max": 5,
         "num_speculative_tokens_per_batch_size": sizes,
     }
-    assert sorted(arguments.keys() - RESERVED_ENGINE_ARGS.keys()) == []
+    assert arguments.keys() - RESERVED_ENGINE_ARGS.keys() <= {"attention_backend"}
 
 
 def test_experts_are_recorded_by_vllm_on_gpus_and_by_our_connection_on_the_cpu() -> None:
@@ -83,7 +86,7 @@ def test_vllm_rounds_the_weights_itself() -> None:
     arguments = engine_arguments(dataclasses.replace(CUDA, quantization=Quantization.FP8))
 
     assert {"quantization": "fp8_per_channel", "dtype": "bfloat16"}.items() <= arguments.items()
-    assert sorted(arguments.keys() - RESERVED_ENGINE_ARGS.keys()) == []
+    assert arguments.keys() - RESERVED_ENGINE_ARGS.keys() <= {"attention_backend"}
     assert "quantization" not in engine_arguments(CUDA)
 
 
@@ -103,7 +106,18 @@ def test_the_users_own_arguments_are_passed_on() -> None:
 def test_what_the_trainer_sets_is_not_the_users_to_give() -> None:
     ours = engine_arguments(CPU).keys() | engine_arguments(CUDA).keys()
 
-    assert sorted(ours - RESERVED_ENGINE_ARGS.keys()) == []
+    # Of the backend, the trainer sets no more than a default.
+    assert sorted(ours - RESERVED_ENGINE_ARGS.keys()) == ["attention_backend"]
+
+
+def test_latent_attention_on_a_cpu_computes_in_float32() -> None:
+    own = {"attention_backend": "AMX_MLA"}, {"attention_config": {"backend": "AMX_MLA"}}
+    by_name, by_config = (engine_arguments(dataclasses.replace(CPU, engine_args=given)) for given in own)
+
+    assert engine_arguments(CPU)["attention_backend"] == "CPU_MLA"
+    assert by_name["attention_backend"] == "AMX_MLA"
+    assert "attention_backend" not in by_config
+    assert "attention_backend" not in engine_arguments(CUDA)
 
 
 def test_the_cpu_engine_has_no_argument_of_gpus() -> None:
@@ -121,4 +135,6 @@ def test_the_environment_of_a_cpu_engine() -> None:
 def test_the_environment_of_a_cuda_engine() -> None:
     assert environment(CUDA)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment(CUDA)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    # Both need NVLink multicast.
+    assert environment(CUDA)["VLLM_ALLREDUCE_USE_SYMM_MEM"] == environment(CUDA)["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     assert "OMP_NUM_THREADS" not in environment(CUDA)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
+
 pytestmark = pytest.mark.slow
 
 
@@ -27,3 +29,11 @@ def test_only_plain_layers_keep_their_weights(found: dict[str, Any]) -> None:
 def test_copied_weights_are_read_back_if_the_sender_wants_it(found: dict[str, Any]) -> None:
     assert found["changing"] == {"compared": "refused", "not compared": "loaded"}
     assert found["right"] == {"compared": "read back", "not compared": "loaded"}
+
+
+def test_a_worker_that_cannot_load_weights_takes_the_rest_of_them(found: dict[str, Any]) -> None:
+    assert found["failure"] == {"answer": {WORKER_FAILURE: "no such weight"}, "is_drained": True}
+
+
+def test_a_worker_whose_loader_reads_only_a_part_takes_the_rest_too(found: dict[str, Any]) -> None:
+    assert found["partial"] == {"answer": {WORKER_FAILURE: "only 0 of 1 buckets were loaded"}, "is_drained": True}

@@ -41,15 +41,22 @@ def save_tiny_model(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def make_batch(size: int, num_mini_batches: int = 2, epochs: int = 1, seed: int = 3) -> DataProto:
+def make_batch(
+    size: int,
+    num_mini_batches: int = 2,
+    epochs: int = 1,
+    seed: int = 3,
+    longest: tuple[int, int] = (9, RESPONSE_LENGTH),
+) -> DataProto:
     """Random prompts and responses of different lengths, with all fields that the updates read."""
     generator = torch.Generator().manual_seed(seed)
 
-    def tokens(longest: int) -> list[int]:
-        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+    def tokens(most: int) -> list[int]:
+        length = int(torch.randint(1, most + 1, (1,), generator=generator))
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
-    tensors = rollout_batch([tokens(9) for _ in range(size)], [tokens(RESPONSE_LENGTH) for _ in range(size)])
+    prompt, response = longest
+    tensors = rollout_batch([tokens(prompt) for _ in range(size)], [tokens(response) for _ in range(size)])
     mask = tensors[Keys.RESPONSE_MASK]
     for key in (Keys.OLD_LOG_PROBS, Keys.REF_LOG_PROB, Keys.ADVANTAGES, Keys.VALUES, Keys.RETURNS):
         tensors[key] = mask.unpadded(torch.randn(size, RESPONSE_LENGTH, generator=generator))

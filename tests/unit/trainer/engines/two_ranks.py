@@ -14,9 +14,10 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.network import connect
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import model as model_module
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch

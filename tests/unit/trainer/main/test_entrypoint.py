@@ -50,8 +50,8 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def run_as(monkeypatch: pytest.MonkeyPatch, result: Outcome | Exception, sends: signal.Signals | None = None) -> None:
-    def run_job(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
-        assert (job.name, attempt) == ("x", 2)
+    def run_job(job: JobFile, *, attempt: int, stop: Any, has_successor: bool) -> Outcome:
+        assert (job.name, attempt, has_successor) == ("x", 2, True)
         if sends is not None:
             signal.raise_signal(sends)
             assert stop.is_set()
@@ -89,7 +89,7 @@ def test_a_failure_is_the_last_line(
 def test_it_comes_after_what_the_copiers_still_had_in_the_log_and_in_its_copy(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def print_much_and_fail(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
+    def print_much_and_fail(job: JobFile, *, attempt: int, stop: Any, has_successor: bool) -> Outcome:
         for stream in (1, 2):
             os.write(stream, b"from below Python\n" * 3000)
         raise WorkerLostError("actor rank 1 was lost during update_actor")
@@ -110,7 +110,7 @@ def test_it_comes_after_what_the_copiers_still_had_in_the_log_and_in_its_copy(
 def test_neither_the_log_nor_the_record_has_a_secret_of_the_job(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def print_and_fail(job: JobFile, *, attempt: int, stop: Any) -> Outcome:
+    def print_and_fail(job: JobFile, *, attempt: int, stop: Any, has_successor: bool) -> Outcome:
         os.write(1, b"logging in with hun")
         os.write(1, b"ter2-of-wandb\n")
         raise WorkerLostError("401 for hunter2-of-wandb")

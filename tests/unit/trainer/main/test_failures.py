@@ -5,8 +5,9 @@ from torch.distributed import DistBackendError
 
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import FailureKind, FailureRecord
+from ppojob_trainer.algorithms.loader import AlgorithmFunctionError
 from ppojob_trainer.checkpoints import CheckpointUnreadableError, FencedOutError, ForeignFilesError
-from ppojob_trainer.controller.errors import PhaseTimeoutError
+from ppojob_trainer.controller.errors import BatchNotFilledError, PhaseTimeoutError
 from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import (
     CheckpointUnwritableError,
@@ -48,6 +49,8 @@ CASES = [
     (EngineClassError("no class"), Reason.INVALID_SPEC, PERMANENT),
     (CheckpointUnwritableError("no space"), Reason.CHECKPOINT_UNWRITABLE, USER),
     (DataError("no data"), Reason.DATA_UNREADABLE, PERMANENT),
+    (AlgorithmFunctionError("wrong shape"), Reason.ALGORITHM_FUNCTION_FAILED, PERMANENT),
+    (BatchNotFilledError(1, 2, 0, 8, 16), Reason.BATCH_NOT_FILLED, PERMANENT),
     (RewardImportError("no module"), Reason.REWARD_IMPORT_FAILED, PERMANENT),
     (RewardFunctionError("it raised", 7), Reason.REWARD_FAILED, PERMANENT),
     (RewardTimeoutError("too slow", 7), Reason.REWARD_FAILED, PERMANENT),

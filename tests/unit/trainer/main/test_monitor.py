@@ -139,6 +139,10 @@ async def test_a_pod_that_is_being_deleted_stops_the_run(
 
     assert monitor.is_stopping
     assert RunFiles(tmp_path).stop_acknowledged("x-1a2b3").exists(), "the hook sees the acknowledgement"
+    monitor.note_end()
+    assert RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the hook sees that the run has ended"
+    monitor_of(tmp_path, threading.Event()).start()
+    assert not RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the next attempt runs"
 
 
 async def test_a_storage_that_fails_stops_nothing(

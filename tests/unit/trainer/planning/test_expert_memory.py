@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
-from ppojob_trainer.engines.train.mesh import ParallelDims
 from ppojob_trainer.planning import fake_device, role_memory
 from ppojob_trainer.planning.role_memory import Work, measure, measure_stage
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
@@ -25,6 +25,7 @@ ROWS = TOKENS * PER_TOKEN * HIDDEN * 2
 """Bytes of a hidden state in bfloat16 for each token and each of its experts."""
 COUNTS = 8 * EXPERTS
 TWO, IN_STAGES = ParallelDims(shard=2, expert=2), ParallelDims(shard=2, pipeline=2, expert=2)
+IN_SLICES = ParallelDims(tensor=2, expert=2)
 
 
 def work(folder: Path, dims: ParallelDims, per_token: int = PER_TOKEN, passes: int = 2, **options: Any) -> Work:
@@ -34,7 +35,9 @@ def work(folder: Path, dims: ParallelDims, per_token: int = PER_TOKEN, passes: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [TWO, pytest.param(IN_STAGES, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [TWO, *(pytest.param(dims, marks=pytest.mark.long) for dims in (IN_STAGES, IN_SLICES))], ids=str
+)
 def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dims: ParallelDims) -> None:
     """Processes with the real engine, on the CPU. Each token uses all experts: that is even routing."""
     planned_work = work(tmp_path, dims, EXPERTS, MICRO_BATCHES)
@@ -68,6 +71,15 @@ def test_the_exchange_of_sequence_parallel_ranks_is_another(tmp_path: Path) -> N
     found = measure(work(tmp_path, ParallelDims(sequence=2, expert=2)))
     assert 0 < found.traffic["experts"] <= LAYERS * (2 * ROWS + COUNTS)
     assert found.traffic["exchange"] > 0
+
+
+def test_tensor_parallel_ranks_exchange_their_slices_of_the_tokens(tmp_path: Path) -> None:
+    found = measure(work(tmp_path, IN_SLICES))
+    assert found.traffic["experts"] == LAYERS * (2 * ROWS // 2 + COUNTS)
+    alone = measure(work(tmp_path, ParallelDims(tensor=2)))
+    assert alone.traffic["experts"] == 0
+    in_experts = LAYERS * EXPERTS * ONE_EXPERT
+    assert alone.traffic["gather"] - found.traffic["gather"] == 2 * in_experts, "undivided experts are gathered"
 
 
 def test_a_rank_gathers_its_own_experts_alone(tmp_path: Path) -> None:

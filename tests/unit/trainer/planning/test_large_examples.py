@@ -7,16 +7,23 @@ import pytest
 from ppojob_trainer.commands.manifest import load
 from ppojob_trainer.planning import plan_job
 from ppojob_trainer.planning.gpus import gpus_of_pools
+from ppojob_trainer.planning.report import phases_beyond_limit
 
 FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
-GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "235b-on-64": 64, "671b-on-512": 512}
+GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "8b-128k-on-16": 16, "235b-on-64": 64, "671b-on-512": 512}
 KINDS = {"671b-on-512": "B200"}
-# Many layers, and more micro-batches than stages: minutes.
-LONG = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+# Many layers, or long sequences, and many micro-batches: 40 seconds to minutes.
+ARE_SLOW = {"32b-on-8", "70b-on-32", "8b-128k-on-16", "235b-on-64", "671b-on-512"}
+ARE_LONG = ARE_SLOW - {"32b-on-8"}
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow, pytest.mark.timeout(1200)] if name in ARE_SLOW else []
+    return [*slow, pytest.mark.long] if name in ARE_LONG else slow
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if GPUS[name] > 32 else []) for name in GPUS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in GPUS])
 def test_the_layout_fits(name: str) -> None:
     file = FOLDER / f"{name}.yaml"
     spec = load(file).spec
@@ -27,6 +34,7 @@ def test_the_layout_fits(name: str) -> None:
     assert all(host.fits for host in found.hosts)
     assert found.fits
     assert found.notes == []
+    assert list(phases_beyond_limit(found)) == []
     # The file says whether it has run.
     assert "\n# Not run: planned by a test." in file.read_text(encoding="utf-8")
 

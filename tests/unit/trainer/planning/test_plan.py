@@ -15,7 +15,7 @@ from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.layouts import plan_other_sizes
 from ppojob_trainer.planning.plan import _exported
-from ppojob_trainer.planning.report import as_json, as_text
+from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
@@ -70,6 +70,22 @@ def test_what_does_not_fit_is_named_with_fields_to_change(tmp_path: Path) -> Non
     assert plan(tmp_path, small, rollout={"gpuMemoryUtilization": value}).pools[0].total <= small.memory
     assert any(one.startswith("critic.maxTokensPerGPU: 512 (now 1024)") for one in pool.changes)
     assert any(one.startswith("model.critic.offload.optimizer: true (frees 0.0 GB") for one in pool.changes)
+
+
+def test_a_group_that_divides_a_sequence_may_have_fewer_tokens_than_the_sequence(tmp_path: Path) -> None:
+    """A sequence has up to 128 tokens, of which each of two ranks computes 64."""
+    critic = {"miniBatchSize": 8, "sequenceParallelSize": 2, "maxTokensPerGPU": 128}
+
+    (pool,) = plan(tmp_path, replace(H200, memory=13e9), critic=critic).pools
+
+    assert "critic.maxTokensPerGPU: 64 (now 128)" in pool.changes
+
+
+def test_a_phase_that_may_take_longer_than_its_limit_is_named(tmp_path: Path) -> None:
+    long = {"maxResponseLength": 960}
+    assert list(phases_beyond_limit(plan(tmp_path, data=long))) == []
+    notes = list(phases_beyond_limit(plan(tmp_path, trainer={"totalSteps": 1, "phaseTimeoutSeconds": 1}, data=long)))
+    assert any(note.startswith("gen may take ") and "trainer.phaseTimeoutSeconds (1) ends" in note for note in notes)
 
 
 def test_a_share_without_room_for_a_sequence_does_not_fit(tmp_path: Path) -> None:

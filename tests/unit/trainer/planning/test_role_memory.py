@@ -14,10 +14,11 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.network import listen
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.engine import EngineSetup
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
-from ppojob_trainer.engines.train.mesh import ParallelDims, init_process_group
+from ppojob_trainer.engines.train.mesh import init_process_group
 from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatchPlan
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
-from ppojob_trainer.engines.train.mesh import ParallelDims
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.role_memory import Measured, Work, measure, measure_stage
 from tests.unit.trainer.engines.test_engine_peers import run_ranks

@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ppojob_trainer.telemetry import MetricLogger, MetricsUnreadableError, RunFiles, read_metrics
 from ppojob_trainer.telemetry.eta import Eta, in_words
 from ppojob_trainer.telemetry.sinks.console import WIDTH, ConsoleSink
+from ppojob_trainer.telemetry.sinks.json_lines import JsonLinesSink
+from tests.unit.trainer.telemetry.full_disk import room_for
 
 
 def _open(root: Path, *, resume_step: int = 0, prometheus_port: int | None = None) -> MetricLogger:
@@ -181,6 +183,20 @@ def test_a_sink_that_fails_is_logged_once_and_stops_nothing(caplog: pytest.LogCa
 
     assert "_SickSink lost metrics, training continues: OSError: disk full" in caplog.text
     assert (sick.num_writes, healthy.steps, healthy.is_closed) == (3, [1, 2, 3], True)
+
+
+def test_metrics_of_a_step_that_a_full_disk_refuses_do_not_spoil_those_of_later_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLinesSink(path, resume_step=0)
+    numbers = {f"metric {number}": 1 / 3 for number in range(400)}
+    sink.write(1, 1.0, numbers)
+    for step in (2, 3):
+        with room_for(path, 1000), pytest.raises(OSError, match="File too large"):
+            sink.write(step, 1.0, numbers)
+    sink.write(4, 1.0, numbers)
+    sink.close()
+
+    assert [record["step"] for record in read_metrics(path)] == [1, 4]
 
 
 def test_closing_twice_does_nothing_more(tmp_path: Path) -> None:

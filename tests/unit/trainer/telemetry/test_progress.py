@@ -50,17 +50,12 @@ def test_a_step_gives_reward_metrics_pools_and_time_left(progress: RunProgress, 
     assert report.first_step_time == "2023-11-14T22:13:50Z"
 
 
-def pushed(*, compared: int) -> dict[str, float]:
-    """Return the metrics of a push to two of the engines' GPUs."""
-    return {"comm_receivers/update_weights": 2.0, "comm_read_back/update_weights": float(compared)}
-
-
 STEP = {"staleness/oldest_version": 1.0, "staleness/max": 2.0, "overlap/idle_fraction": 0.12345}
 
 
 def test_the_checks_of_the_last_step(progress: RunProgress) -> None:
-    progress.record(3, {**STEP, **pushed(compared=2)})
-    progress.record(4, {**STEP, **pushed(compared=0), "training/rollout_probs_diff_mean": 0.00012345})
+    progress.record(3, {**STEP, "training/compared_weights_version": 3.0})
+    progress.record(4, {**STEP, "training/rollout_probs_diff_mean": 0.00012345})
 
     checks = progress.report().checks
 
@@ -74,16 +69,25 @@ def test_the_checks_of_the_last_step(progress: RunProgress) -> None:
     )
 
 
-@pytest.mark.parametrize("compared", [0, 1])
-def test_weights_that_not_all_engines_have_read_back_are_not_called_compared(
-    progress: RunProgress, compared: int
-) -> None:
-    progress.record(1, {**STEP, **pushed(compared=compared)})
+def test_the_compared_weights_are_those_of_earlier_attempts_and_never_older(progress: RunProgress) -> None:
+    record: Record = {"step": 3, "time": START, **STEP, "training/compared_weights_version": 3.0}
+    progress.restore([record], step=3)
+    progress.record(4, STEP)
+    progress.record(5, {**STEP, "training/compared_weights_version": 2.0})
 
     checks = progress.report().checks
 
     assert checks is not None
-    assert (checks.compared_weights_step, checks.rollout_probs_diff_mean) == (None, None)
+    assert (checks.compared_weights_step, checks.rollout_probs_diff_mean) == (3, None)
+
+
+def test_no_weights_are_called_compared_before_any_were(progress: RunProgress) -> None:
+    progress.record(1, STEP)
+
+    checks = progress.report().checks
+
+    assert checks is not None
+    assert checks.compared_weights_step is None
 
 
 def test_a_validation_has_no_checks(progress: RunProgress) -> None:

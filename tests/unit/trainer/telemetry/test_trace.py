@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ppojob_trainer.telemetry import TraceWriter
+from ppojob_trainer.telemetry.trace import read_trace
+from tests.unit.trainer.telemetry.full_disk import room_for
 
 
 def _record(trace: TraceWriter, name: str, pool: str, role: str, start: float, step: int = 1) -> None:
@@ -79,6 +81,26 @@ def test_a_resumed_run_continues_in_the_same_lanes(tmp_path: Path, tail: str) ->
     assert (first["pid"], first["tid"]) == (second["pid"], second["tid"])
     assert new["pid"] == first["pid"]
     assert len({gen["tid"], first["tid"], new["tid"]}) == 3
+
+
+@pytest.mark.parametrize("room", [0, 30, 150], ids=["nothing", "a part of an event", "one event of two"])
+def test_what_a_full_disk_refuses_is_left_out_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path)
+    _record(trace, "gen", "a", "rollout", 1.0)
+    with room_for(path, room):
+        _record(trace, "gen", "a", "rollout", 2.0)
+        _record(trace, "values", "b", "critic", 2.0)
+        _record(trace, "values", "b", "critic", 3.0)
+    _record(trace, "values", "b", "critic", 4.0)
+    trace.close()
+
+    assert [span.start for span in read_trace(path) if span.pool == "b"] == [4.0]
+    assert _phases(path)[0] == "gen"
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "trace.json lost phases, training continues: " in warning
 
 
 def test_an_empty_trace_is_an_empty_list(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ppojob_trainer.worker_groups.errors import (
     WorkerLostError,
     WorkerOutOfMemoryError,
 )
+from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
@@ -148,6 +149,27 @@ async def test_an_engine_that_is_lost_before_it_sleeps_fails_nothing() -> None:
     assert rollout.lost == {0: failure, 1: failure}
 
 
+@pytest.mark.parametrize("part", ["weights", "kv_cache"])
+async def test_an_engine_that_is_lost_while_it_wakes_up_costs_no_attempt(replicas: Processes, part: str) -> None:
+    failure = failed(EngineLostError("vLLM's engine exited before it woke up"))
+    spec = spec_of({"actor": "train"})
+    rollout = group_of(spec, replicas)
+    weights = WeightsGroup(as_group(actor()), [rollout], spec)
+    await weights.connect()
+    calls = iter([failure])
+
+    def wake(tag: str) -> None:
+        if tag == part and (found := next(calls, None)) is not None:
+            raise found
+
+    replicas.answers[RolloutWorker.wake] = wake
+
+    moved = await weights.push(1)
+
+    assert rollout.ranks == [1]
+    assert moved["comm_receivers/update_weights"] == (1 if part == "weights" else 2)
+
+
 async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     gone = Processes(2, {})
@@ -170,3 +192,23 @@ def test_workers_of_a_lost_engine_receive_nothing() -> None:
         LinkPlan(2, "cuda_ipc", (4,)),
         LinkPlan(0, "nccl", (1,)),
     ]
+
+
+@pytest.mark.parametrize(
+    "failure", [WorkerLostError("actor rank 0 was lost during push_weights"), failed(RuntimeError("CUDA error"))]
+)
+async def test_engines_that_wait_for_an_actor_that_failed_are_not_asked(
+    replicas: Processes, failure: WorkerGroupError
+) -> None:
+    spec, sender = spec_of({"actor": "train"}), actor()
+    weights = WeightsGroup(as_group(sender), [group_of(spec, replicas)], spec)
+    await weights.connect()
+    asked: list[None] = []
+    replicas.answers[RolloutWorker.check] = lambda: asked.append(None)
+    sender.answers[ActorWorker.push_weights] = raising(failure)
+
+    with pytest.raises(type(failure)) as found:
+        await weights.push(1)
+
+    assert found.value is failure
+    assert len(asked) == len(replicas), "once, before the push"

@@ -1,5 +1,6 @@
 """Each role compares its model with the job before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.protocol import DataProto, ProtocolError, rollout_batch
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
+from ppojob_trainer.worker_groups.roles.trained import dims_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.bad_specs import with_changes
 from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
@@ -67,11 +70,50 @@ def test_a_model_that_cannot_be_divided_is_refused_by_the_field(model: Path, wor
     divided: Changes = {
         ("spec", "pools"): [{"name": "actor", "gpusPerNode": 3}, {"name": "critic", "gpusPerNode": 3}],
         ("spec", "data", "trainBatchSize"): 3,
-        ("spec", "actor"): {"sequenceParallelSize": 3, "miniBatchSize": 3},
+        ("spec", "actor"): {"tensorParallelSize": 3, "miniBatchSize": 3},
         ("spec", "critic"): {"miniBatchSize": 3},
     }
-    with pytest.raises(ModelMismatchError, match=r"actor\.sequenceParallelSize 3 does not divide this llama's"):
+    with pytest.raises(ModelMismatchError, match=r"actor\.tensorParallelSize 3 does not divide this llama's"):
         worker(CONTEXT, spec_of(model, divided=divided)).check()
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+def test_a_role_divides_heads_inside_a_node_and_gathers_keys_over_nodes(model: Path, section: str) -> None:
+    divided: Changes = {
+        ("spec", "pools"): [{"name": name, "nodes": 4, "gpusPerNode": 1} for name in ("actor", "critic")],
+        ("spec", section, "sequenceParallelSize"): 4,
+    }
+    if section == "actor":
+        divided[("spec", "critic", "sequenceParallelSize")] = 1
+    spec = spec_of(model, divided=divided)
+    worker = (ActorWorker if section == "actor" else CriticWorker)(replace(CONTEXT, world_size=4), spec)
+    worker.check()
+    assert dims_of(worker.training, 4, 1, worker._config_of_split()) == ParallelDims(context=4)
+    assert dims_of(worker.training, 4, 2, worker._config_of_split()) == ParallelDims(sequence=2, context=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [
+        # The model has 4 query heads and 2 key heads.
+        ({"sequenceParallelSize": 2}, ParallelDims(shard=4, sequence=2)),
+        ({"sequenceParallelSize": 8}, ParallelDims(sequence=2, context=4)),
+        ({"sequenceParallelSize": 4, "tensorParallelSize": 2}, ParallelDims(context=4, tensor=2)),
+        ({"tensorParallelSize": 2}, ParallelDims(shard=4, tensor=2)),
+    ],
+)
+def test_a_role_splits_its_sequence_parallel_size_for_its_model(
+    model: Path, sizes: dict[str, int], dims: ParallelDims
+) -> None:
+    divided: Changes = {
+        ("spec", "pools"): [{"name": "actor", "gpusPerNode": 8}, {"name": "critic", "gpusPerNode": 8}],
+        ("spec", "data", "trainBatchSize"): 8,
+        ("spec", "actor"): {"miniBatchSize": 8, **sizes},
+        ("spec", "critic"): {"miniBatchSize": 8},
+    }
+    worker = ActorWorker(CONTEXT, spec_of(model, divided=divided))
+    worker.check()
+    assert dims_of(worker.training, 8, 8, worker._config_of_split()) == dims
 
 
 @pytest.mark.parametrize(

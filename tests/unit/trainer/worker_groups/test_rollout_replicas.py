@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -82,7 +83,8 @@ async def test_who_shares_the_gpus_frees_what_it_keeps_before_an_engine_that_sle
         spec = spec_of(placement)
         rollout = group_of(spec, replicas)
         await WeightsGroup(as_group(actor()), [rollout], spec, [as_group(each) for each in neighbours]).push(1)
-    assert order == ["freed", "freed", "weights", "kv_cache"], "in a pool of its own it does not sleep"
+    of_each = ["weights"] * len(replicas) + ["kv_cache"] * len(replicas)
+    assert order == ["freed", "freed", *of_each], "in a pool of its own it does not sleep"
 
 
 async def test_other_weights_than_were_sent_are_seen(replicas: Processes, holders: Processes) -> None:
@@ -124,9 +126,16 @@ async def test_engines_in_a_pool_that_is_shared_have_other_senders_than_those_on
 
     assert places_told(replicas) == [[("rank 0", 1), ("rank 1", 1)], [("rank 2", 1), ("rank 3", 1)]]
     assert places_told(shared) == [[("rank 0", 1), ("rank 1", 1)], [("rank 0", 2), ("rank 1", 2)]]
-    assert order == [("own", "weights"), ("shared", "weights"), ("own", "kv_cache"), ("shared", "kv_cache")]
+    assert list(dict.fromkeys(order)) == [(name, tag) for tag in ("weights", "kv_cache") for name in ("own", "shared")]
     assert moved["comm_mb/update_weights"] == pytest.approx(6 * 8e-6)
     assert (moved["comm_receivers/update_weights"], moved["comm_read_back/update_weights"]) == (8, 8)
+    assert weights.compared_version == 1
+
+    shared.answers[RolloutWorker.update_weights] = lambda version: (
+        [[replace(receipt(version), is_read_back=False)] * 2] * 2
+    )
+    await weights.push(2)
+    assert weights.compared_version == 1, "not all engines compared version 2"
 
 
 async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Processes, holders: Processes) -> None:

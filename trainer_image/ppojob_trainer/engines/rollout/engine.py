@@ -10,36 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-import vllm
-from vllm import AsyncEngineArgs, RequestOutput
+from vllm import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from ppojob_api.v1alpha1.engine_rules import SCHEDULING_ARGS
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, GenerationTimeoutError, RolloutError
+from ppojob_trainer.engines.errors import (
+    EngineLostError,
+    GenerationTimeoutError,
+    RolloutError,
+    WeightReceiptError,
+)
 from ppojob_trainer.engines.rollout.generation import Generation
 from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
-    SCHEDULER,
+    OWNER,
     WORKER_FAILURE,
     Capacity,
     RolloutOptions,
     SamplingOptions,
-    engine_arguments,
 )
 from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu
 from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
-from ppojob_trainer.engines.rollout.scheduler import is_supported
+from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import WeightLink
@@ -50,8 +52,11 @@ SLEEP_LEVEL_DISCARD: Final = 2
 _SHARE_OF_A_PUSH: Final = 0.5
 """Of the time limit of a phase, for engines whose workers reduce over each other while they round weights: one of them
 may wait for another one that failed. The rest is for a push to the other engines."""
+_POLL_S: Final = 0.5
 _NO_UPDATE: Final = "default"
 """vLLM's label of the weights that it loaded at its start."""
+
+T = TypeVar("T")
 
 
 class RolloutEngine:
@@ -107,13 +112,14 @@ class RolloutEngine:
         if self.options.quantization is not None:
             check_gpu(self.options.quantization)
         if waits_for_gpu and self.options.device is Device.CUDA:
-            os.environ[GPU_FREE_FILE] = str(self._gpu_free_file)
+            os.environ |= {GPU_FREE_FILE: str(self._gpu_free_file), OWNER: str(os.getpid())}
             arguments.worker_cls = GPU_WORKER
         try:
             # It blocks for long; the event loop must serve the owner's other calls meanwhile.
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
+        await self._workers("ppojob_end_with", os.getpid())
         if self.options.speculative is not None:
             await self._workers("ppojob_verify_by_seed")
         if self.options.routing_replay:
@@ -210,10 +216,7 @@ class RolloutEngine:
 
     async def _pause(self) -> None:
         """Wait until vLLM's current step is done, and begin no other one. All responses stay as they are."""
-        try:
-            await self._running().pause_generation(mode="keep", clear_cache=False)
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited before it paused: {error}") from error
+        await self._answer("paused", self._running().pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
         """Continue with the weights that `update_weights` loaded in flight, after the receipts have been compared.
@@ -221,32 +224,26 @@ class RolloutEngine:
         Raises:
             EngineLostError: the engine exited.
         """
-        try:
-            await self._running().update_weight_version(str(len(self._versions) - 1))
-            await self._running().resume_generation()
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited before it continued: {error}") from error
+        await self._answer("continued", self._running().update_weight_version(str(len(self._versions) - 1)))
+        await self._answer("continued", self._running().resume_generation())
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache."""
-        await self._running().reset_prefix_cache()
+        await self._answer("cleared its cache", self._running().reset_prefix_cache())
 
     async def sleep(self) -> None:
         """Release weights and cache if the GPU is shared (see the options). New weights must then be sent."""
         if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
             return
         self._refuse_while_running("the engine cannot sleep now")
-        try:
-            await self._running().sleep(level=SLEEP_LEVEL_DISCARD)
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited before it slept: {error}") from error
+        await self._answer("slept", self._running().sleep(level=SLEEP_LEVEL_DISCARD))
         self._is_asleep, self._has_weights = True, False
 
     async def wake(self, part: str | None = None) -> None:
         """Allocate memory again: `weights` before a push, then `kv_cache`; None allocates both."""
         if not self._is_asleep:
             return
-        await self._running().wake_up(tags=None if part is None else [part])
+        await self._answer("woke up", self._running().wake_up(tags=None if part is None else [part]))
         self._is_asleep = part == "weights"
 
     @property
@@ -309,7 +306,10 @@ class RolloutEngine:
     async def _workers(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
         limit_s = self.options.timeout_seconds if limit_s is None else limit_s
         try:
-            results: list[Any] = await asyncio.wait_for(self._running().collective_rpc(method, args=arguments), limit_s)
+            call = self._running().collective_rpc(method, args=arguments)
+            results: list[Any] = await self._answer(f"finished {method}", call, limit_s)
+        except EngineLostError:
+            raise
         except TimeoutError as error:
             # vLLM waits for all of its workers, so it would answer no later call.
             self._loss = (
@@ -323,8 +323,32 @@ class RolloutEngine:
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
         for number, result in enumerate(results):
             if isinstance(result, dict) and WORKER_FAILURE in result:
-                raise RolloutError(f"vLLM's worker {number} failed in {method}: {result[WORKER_FAILURE]}")
+                raise WeightReceiptError(f"vLLM's worker {number} failed in {method}: {result[WORKER_FAILURE]}")
         return results
+
+    async def _answer(self, what: str, call: Awaitable[T], limit_s: float = math.inf) -> T:
+        """Return vLLM's answer to a call. vLLM alone would wait for ever if its engine exits meanwhile (0.32).
+
+        Args:
+            what: what the engine has done when it answers, for the message.
+            limit_s: the longest wait, in seconds.
+
+        Raises:
+            EngineLostError: the engine exited.
+            TimeoutError: there was no answer in time.
+        """
+        llm, answer, end = self._running(), asyncio.ensure_future(call), time.monotonic() + limit_s
+        try:
+            while not (await asyncio.wait([answer], timeout=min(_POLL_S, max(0.0, end - time.monotonic()))))[0]:
+                if llm.errored:
+                    raise EngineLostError(f"vLLM's engine exited before it {what}")
+                if time.monotonic() >= end:
+                    raise TimeoutError
+            return answer.result()
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM's engine exited before it {what}: {error}") from error
+        finally:
+            answer.cancel()
 
     def _refuse_while_running(self, what: str) -> None:
         if self._num_running:
@@ -342,44 +366,6 @@ class RolloutEngine:
         if self._llm is None:
             raise RolloutError("the engine does not run: call start() first, and nothing after shutdown()")
         return self._llm
-
-
-def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
-    """Return vLLM's arguments.
-
-    Raises:
-        EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
-    """
-    known = [field.name for field in fields(AsyncEngineArgs)]
-    for name in options.engine_args:
-        if name not in known:
-            near = ", ".join(get_close_matches(name, known)) or "none of a similar name"
-            raise EngineArgumentError(
-                f"spec.rollout.engineArgs.{name}: vLLM {vllm.__version__} has no such argument (near: {near}); correct "
-                "the name or leave it out"
-            )
-    arguments = engine_arguments(options)
-    if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
-        arguments["scheduler_cls"] = SCHEDULER
-    elif needing := [name for name, is_used in _needs_scheduler(options).items() if is_used]:
-        raise EngineArgumentError(
-            f"{needing[0]}: the trainer's scheduler does not know vLLM {vllm.__version__}; remove it, or use the "
-            "image's vLLM"
-        )
-    try:
-        return AsyncEngineArgs(**arguments)
-    except (TypeError, ValueError) as error:
-        raise EngineArgumentError(
-            f"spec.rollout.engineArgs: vLLM refuses {dict(options.engine_args)}: {error}; correct the values"
-        ) from error
-
-
-def _needs_scheduler(options: RolloutOptions) -> dict[str, bool]:
-    return {
-        "spec.rollout.speculative": options.speculative is not None,
-        "spec.schedule.weightUpdates: 'InFlight'": options.updates_in_flight,
-        "spec.rollout.routingReplay": options.routing_replay,
-    }
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

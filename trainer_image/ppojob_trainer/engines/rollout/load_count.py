@@ -101,9 +101,9 @@ class _Load:
         layers = f"; layers without all of their weights: {', '.join(incomplete[:_SHOWN])}{more}" if incomplete else ""
         raise WeightSyncError(
             f"vLLM's model does not hold version {version} of the weights, though all of it arrived: its loader for "
-            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. Set "
-            "spec.model.actor.path to a model of a family whose push to vLLM is tested (docs/support-matrix.md), and "
-            "report this with the config.json of the present one"
+            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. "
+            "Create another PPOJob with spec.model.actor.path of a family whose push to vLLM is tested "
+            "(docs/support-matrix.md), and report this with the config.json of the present one"
         )
 
     def _not_copied(self) -> list[str]:

@@ -25,6 +25,8 @@ GPU_WORKER: Final = "ppojob_trainer.engines.rollout.waiting_worker.WaitingWorker
 
 GPU_FREE_FILE: Final = "PPOJOB_GPU_FREE_FILE"
 """Variable with the path of a file. Once it exists, vLLM's processes may measure their GPU's memory."""
+OWNER: Final = "PPOJOB_ENGINE_OWNER"
+"""Variable with the number of the process that starts vLLM, for processes that wait for the file."""
 WORKER_FAILURE: Final = "ppojob_failure"
 """Key of the message in what a worker of vLLM returns instead of raising; see the worker extension."""
 VLLM_QUANTIZATION: Final[Mapping[Quantization, str]] = {Quantization.FP8: "fp8_per_channel"}
@@ -196,7 +198,9 @@ def environment(options: RolloutOptions, num_threads: int | None = None) -> dict
         # sequences; the second samples them in one kernel. It is the default of later versions.
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         # All-reduce over a replica's GPUs without NVLink multicast, which many machines lack; NCCL's is off as well.
+        # FlashInfer's is also built at the first use, for more than a minute.
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     }
 
 
@@ -204,6 +208,9 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's AsyncEngineArgs, the same for all versions that are supported."""
     is_cuda = options.device is Device.CUDA
     longest_prefill = options.max_model_len
+    # vLLM warms up with as many tokens as it may batch, and takes for granted that no request is longer than
+    # max_model_len: beyond what all sequences can have, attention would read outside its block table.
+    most_tokens = options.max_num_seqs * options.max_model_len
     arguments: dict[str, Any] = {
         "model": str(Path(options.path)),
         "trust_remote_code": options.trust_remote_code,
@@ -211,7 +218,7 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
         "seed": options.seed,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": max(options.max_num_batched_tokens, longest_prefill),
+        "max_num_batched_tokens": min(max(options.max_num_batched_tokens, longest_prefill), most_tokens),
         # On the CPU, chunked prefill of a prompt breaks the random generator of its request's seed.
         "enable_chunked_prefill": options.enable_chunked_prefill and is_cuda,
         "enable_prefix_caching": options.enable_prefix_caching,
@@ -237,6 +244,10 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
     if options.speculative is not None:
         arguments |= _speculative_arguments(options.speculative, options)
     arguments |= options.engine_args
+    if not is_cuda and "attention_config" not in options.engine_args:
+        # On processors with AMX, vLLM's default for latent attention (MLA) refuses float32, which this engine uses on
+        # CPUs. Models without latent attention ignore the argument.
+        arguments.setdefault("attention_backend", "CPU_MLA")
     if options.routing_replay and is_cuda:
         arguments["enable_return_routed_experts"] = True
     elif options.routing_replay:

@@ -49,8 +49,8 @@ def check_gpu(quantization: Quantization) -> None:
         return
     raise EngineArgumentError(
         f"spec.rollout.quantization {quantization}: {current_platform.get_device_name()} has no FP8 units: use GPUs of "
-        "compute capability 8.9 or later (Ada, Hopper, Blackwell) in the pools of spec.placement.rollout, or remove "
-        "spec.rollout.quantization"
+        "compute capability 8.9 or later (Ada, Hopper, Blackwell) in the pools of spec.placement.rollout, or create "
+        "another PPOJob without spec.rollout.quantization"
     )
 
 
@@ -151,7 +151,8 @@ class QuantizedReadBack:
     def _refuse(self, what: str) -> None:
         raise WeightSyncError(
             f"vLLM's {type(self._model).__name__} does not hold version {self._version} of the weights in FP8, though "
-            f"all of it arrived: {what}. Remove spec.rollout.quantization, and report this with the model's config.json"
+            f"all of it arrived: {what}. Create another PPOJob without spec.rollout.quantization, and report this with "
+            "the model's config.json"
         )
 
 

@@ -14,7 +14,8 @@ from typing import Final
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from ppojob_trainer.engines.rollout.options import GPU_FREE_FILE
+from ppojob_trainer.engines.rollout.options import GPU_FREE_FILE, OWNER
+from ppojob_trainer.engines.rollout.owner import end_with
 
 _POLL_S: Final = 0.02
 
@@ -25,7 +26,8 @@ class WaitingWorker(Worker):
     def init_device(self) -> None:
         """Wait for the file, at most until the engine's start times out, then continue as vLLM does."""
         file = Path(os.environ[GPU_FREE_FILE])
-        # Without a limit here: the parent process waits for this one, and terminates it after its own time limit.
+        # Without a limit here: the owner terminates this process after its own time limit, unless it is killed before.
+        end_with(int(os.environ[OWNER]))
         while not file.exists():
             time.sleep(_POLL_S)
         super().init_device()

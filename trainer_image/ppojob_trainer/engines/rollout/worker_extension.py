@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from ppojob_trainer.engines.rollout.load_count import counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
+from ppojob_trainer.engines.rollout.owner import end_with
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
@@ -74,6 +75,10 @@ class WeightReceiverExtension:
     model_runner: Any
     use_v2_model_runner: bool
 
+    def ppojob_end_with(self, owner: int) -> None:
+        """End this process when the process with the number `owner` is gone."""
+        end_with(owner)
+
     def ppojob_verify_by_seed(self) -> None:
         """Check drafts so that a seed samples the same response with and without them."""
         verify_by_seed(self.model_runner, is_second_runner=self.use_v2_model_runner)
@@ -99,14 +104,21 @@ class WeightReceiverExtension:
 
     @returns_failures
     def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
-        """Load the next weights, which must be `version`; return the receipt as a dictionary."""
+        """Load the next weights, which must be `version`; return the receipt as a dictionary.
+
+        If that fails, the rest of the push is received all the same, so that the other engines get theirs.
+        """
         receiver = self.ppojob_receiver
         stream = receiver.begin(version)
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            is_read_back, boxes = self._ppojob_load(version, iter(stream), is_compared=stream.is_compared)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        receipt = stream.receipt()
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                is_read_back, boxes = self._ppojob_load(version, iter(stream), is_compared=stream.is_compared)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            receipt = stream.receipt()
+        except BaseException as error:
+            stream.drain(error)
+            raise
         if boxes is not None:
             receiver.ask_for(boxes)
         return asdict(replace(receipt, is_read_back=is_read_back))

@@ -10,13 +10,15 @@ in a micro-batch (response_mask True).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ppojob_trainer.engines.train.context import attended
 from ppojob_trainer.engines.train.sequence import SequencePeers
 from ppojob_trainer.maths.packing import micro_batches, num_micro_batches, pack
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, Ragged
@@ -41,14 +43,20 @@ class EngineMeta:
 class Segments:
     """The boundaries of packed sequences: cu_seqlens int32 [b + 1] on the device, lengths on the host.
 
-    peers: the sequence-parallel group that the tokens are divided over, if any; the segments cover the tokens of all
-    its ranks. bound: tokens of the longest sequence, rounded up; num_tokens: of all sequences. Both are computed from
-    the lengths: a compiled layer is compiled again for each number that it reads, so it must not read the lengths.
+    They are those of the queries that attention computes at once. peers: the sequence-parallel group that the tokens
+    are divided over, if any. With context parallelism the queries are those of a context rank (pieces of sequences, and
+    what fills up its chunks), and keys are the boundaries of their keys; without, keys is None, and a sequence's
+    queries and keys are the same tokens. places: int64, of the keys among all gathered ones.
+
+    bound: tokens of the longest sequence, rounded up; num_tokens: of all sequences. Both are computed from the lengths:
+    a compiled layer is compiled again for each number that it reads, so it must not read the lengths.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     peers: SequencePeers | None = None
+    keys: Segments | None = None
+    places: Tensor | None = None
     # No field(init=False): FSDP copies its module's arguments by `dataclasses.replace`, which refuses such fields.
     bound: int = 0
     num_tokens: int = 0
@@ -70,7 +78,8 @@ class PackedTokens:
     input_ids, position_ids: int64 [1, T]. rows: int64 [N], the positions in T whose output predicts a token of the
     policy. labels: int64 [N], those tokens. If the tokens are divided over ranks, T and N are of this rank's slice.
     experts: int16 [T, E], the experts that the rollout engine chose in all layers; -1 where none were recorded, which
-    is the last token of each sequence. None without `rollout.routingReplay`.
+    is the last token of each sequence. None without `rollout.routingReplay`. num_tokens: of all sequences, on all ranks
+    together. num_own: tokens of this rank; those behind them fill up its slice.
     """
 
     input_ids: Tensor
@@ -78,6 +87,8 @@ class PackedTokens:
     segments: Segments
     rows: Tensor
     labels: Tensor
+    num_tokens: int
+    num_own: int
     experts: Tensor | None = None
 
 
@@ -207,18 +218,23 @@ def _build(
     labels = packed.labels[rows]
     input_ids, position_ids = packed.input_ids, packed.position_ids
     experts = _recorded_experts(batch, sequences, indices)
+    num_tokens = num_own = len(input_ids)
     if peers is not None:
-        first, size = peers.rank * peers.width(len(input_ids)), peers.width(len(input_ids))
-        is_mine = (rows >= first) & (rows < first + size)
-        rows, labels, places = rows[is_mine] - first, labels[is_mine], places[is_mine]
+        own = peers.places(num_tokens)
+        num_own = int((own < num_tokens).sum())
+        row_of = torch.full((num_tokens,), -1).scatter(0, own[:num_own], torch.arange(num_own))
+        is_mine = row_of[rows] >= 0
+        rows, labels, places = row_of[rows][is_mine], labels[is_mine], places[is_mine]
         input_ids, position_ids = peers.cut(input_ids), peers.cut(position_ids)
         experts = None if experts is None else peers.cut(experts, padding=NOT_RECORDED)
     tokens = PackedTokens(
         input_ids=moved(input_ids.unsqueeze(0)),
         position_ids=moved(position_ids.unsqueeze(0)),
-        segments=Segments(moved(packed.cu_seqlens), tuple(sequences.lengths.tolist()), peers),
+        segments=_segments(packed.cu_seqlens, sequences.lengths.tolist(), peers, moved),
         rows=moved(rows),
         labels=moved(labels),
+        num_tokens=num_tokens,
+        num_own=num_own,
         experts=None if experts is None else moved(experts),
     )
     return MicroBatch(
@@ -228,6 +244,19 @@ def _build(
         fields={key: field(key) for key in fields},
         shape=(len(mask), width),
     )
+
+
+def _segments(
+    cu_seqlens: Tensor, lengths: Sequence[int], peers: SequencePeers | None, moved: Callable[[Tensor], Tensor]
+) -> Segments:
+    if peers is None or peers.context is None:
+        return Segments(moved(cu_seqlens), tuple(lengths), peers)
+    found = attended(lengths, peers.chunks(sum(lengths)), peers.context.rank)
+    queries, keys = (
+        functional.pad(torch.tensor(each).cumsum(0).int(), (1, 0)) for each in (found.query_lengths, found.key_lengths)
+    )
+    of_keys = Segments(moved(keys), found.key_lengths)
+    return Segments(moved(queries), found.query_lengths, peers, of_keys, moved(found.places))
 
 
 def _recorded_experts(batch: DataProto, sequences: Ragged, indices: Tensor) -> Tensor | None:

@@ -38,7 +38,7 @@ class EngineSetup:
     model: with its path, which is never None; its offload, adapters and the like. training: of ref, the actor's.
     objective: what an update minimises; None for a model that is only computed. has_value_head: the model gives a value
     for each token instead of log-probs. seed: of new adapters and of a new value head. dtype: of the computation; what
-    is trained, and sums of gradients, are float32.
+    is trained, and sums of gradients, are float32. per_host: the role's ranks on this host; None: all of them.
     """
 
     model: TrainedModel | FrozenModel
@@ -47,6 +47,7 @@ class EngineSetup:
     has_value_head: bool = False
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
+    per_host: int | None = None
 
     @property
     def path(self) -> str:

@@ -4,9 +4,10 @@
                                                                        its experts
                                its tokens, all experts  ◀─ combine ──
 
-Lepikhin et al. 2020, arXiv 2006.16668, section 3. The ranks of a group have different tokens: otherwise they are data-
-or sequence-parallel ranks. This is a rank's place in its group, and the exchange of rows. `fsdp.experts` chooses the
-rows, and `train.mesh` creates the groups. No token is dropped: a rank may receive no rows, or those of all ranks.
+Lepikhin et al. 2020, arXiv 2006.16668, section 3. The ranks of a group have different tokens: otherwise they
+are data-, sequence- or tensor-parallel ranks. This is a rank's place in its group, and the exchange of rows.
+`fsdp.experts` chooses the rows, and `train.mesh` creates the groups. No token is dropped: a rank may receive no rows,
+or those of all ranks.
 
 Suffixes: S rows, one for each token and each of its experts; D size of the hidden states; E experts of a layer.
 """
@@ -42,7 +43,8 @@ class ExpertPeers:
     """This rank's expert-parallel group. mesh: its ranks, over which the experts of a layer are divided.
 
     fsdp_mesh: the ranks with the same experts, over which FSDP shards them and sums their gradients; two axes if there
-    are copies of the model.
+    are copies of the model. With tensor parallelism a group may have one rank, because FSDP shards experts over the
+    tensor-parallel ranks too.
     """
 
     mesh: DeviceMesh
@@ -62,7 +64,13 @@ class ExpertPeers:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that communicate."""
+        """The groups that communicate if experts are divided.
+
+        Without, they are left out, because a dense model uses none of them. A mixture with tensor parallelism alone
+        uses `fsdp_mesh` all the same, and opens its connections in the first pass.
+        """
+        if self.size == 1:
+            return []
         found = [*self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
         return [group for group in found if group.size() > 1]
 

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
 from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
+from ppojob_trainer.engines.train.dims import heads_and_context
 
 __all__ = [
     "active_intermediate",
@@ -31,6 +32,7 @@ __all__ = [
     "longest_input",
     "num_experts",
     "read_config",
+    "split_sequence",
 ]
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -244,3 +246,20 @@ def _vocabulary(path: str, trust_remote_code: bool) -> dict[str, int] | None:
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return vocabulary or None
+
+
+def split_sequence(
+    config: PretrainedConfig, size: int, tensor: int = 1, per_host: int | None = None
+) -> tuple[int, int]:
+    """Split a role's sequenceParallelSize for its model: ranks that divide heads, and ranks that gather keys.
+
+    Args:
+        tensor: tensorParallelSize; each of these ranks has a part of the heads.
+        per_host: the role's ranks on a host; None: all of them.
+    """
+    text: Any = config.get_text_config()
+    queries = int(text.num_attention_heads)
+    keys = int(getattr(text, "num_key_value_heads", None) or queries)
+    # If they are not divisible, the check of tensor parallelism says so.
+    of_a_host = None if per_host is None else max(1, per_host // tensor)
+    return heads_and_context(size, max(1, queries // tensor), max(1, keys // tensor), of_a_host)

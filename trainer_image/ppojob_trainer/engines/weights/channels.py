@@ -36,12 +36,20 @@ class Channel(Protocol):
         """Return the next buffer, in separate memory."""
         ...
 
+    def skip(self, num_bytes: int) -> None:
+        """Take the next buffer and drop it."""
+        ...
+
     def transports(self) -> Transports:
         """Return the transports by which this end sends to others."""
         ...
 
     def close(self) -> None:
-        """End the channel on this side."""
+        """End the channel on this side; it may be called again.
+
+        It does not wait for the other sides, and what is under way is broken off. Over gloo, those that wait for this
+        side fail at once; over NCCL, at the latest at the link's limit.
+        """
         ...
 
 
@@ -72,7 +80,11 @@ class _GroupChannel:
     def __init__(self, group: Any, device: torch.device, seen: Callable[[], Transports]) -> None:
         self._group, self._device = group, device
         # The first collective opens the connections; if it fails here, the cause is clearer than in a transfer.
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+        try:
+            self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+        except BaseException:
+            self.close()
+            raise
         self._transports = seen()
 
     def transports(self) -> Transports:
@@ -86,8 +98,19 @@ class _GroupChannel:
         self._broadcast(buffer)
         return buffer
 
+    def skip(self, num_bytes: int) -> None:
+        self.receive(num_bytes)
+
     def close(self) -> None:
-        self._group.shutdown()
+        # gloo closes its connections when its group is gone. NCCL's `shutdown` would wait until all sides on this host
+        # have called it (ncclCommDestroy), and the receivers close theirs only when they connect again.
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._device.type == "cuda":
+            group.abort()
+        else:
+            group.shutdown()
 
     def _broadcast(self, buffer: Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -124,15 +147,29 @@ class _SharedMemoryChannel:
         self._number += 1
 
     def receive(self, num_bytes: int) -> Tensor:
-        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get(f"memory/{self._number}").decode()))
-        shared = rebuild(*_on_device(arguments, self._device))
+        shared = self._shared()
         buffer: Tensor = shared.clone()
         torch.cuda.current_stream(self._device).synchronize()
         del shared
-        self._store.set(f"copied/{self._number}", "1")
-        self._number += 1
+        self._copied()
         assert buffer.numel() == num_bytes, f"the sender's bucket has {buffer.numel()} bytes, wanted {num_bytes}"
         return buffer
+
+    def skip(self, num_bytes: int) -> None:
+        # Without a copy, so without memory for it. The sender's memory is free only after it was mapped and released.
+        shared = self._shared()
+        del shared
+        self._copied()
+
+    def _shared(self) -> Tensor:
+        """Wait for the next buffer of the sender, and map it."""
+        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get(f"memory/{self._number}").decode()))
+        shared: Tensor = rebuild(*_on_device(arguments, self._device))
+        return shared
+
+    def _copied(self) -> None:
+        self._store.set(f"copied/{self._number}", "1")
+        self._number += 1
 
     def close(self) -> None:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

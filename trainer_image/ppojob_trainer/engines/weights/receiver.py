@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -80,12 +82,14 @@ class WeightReceiver:
                 f"the trainer did not begin to send version {version} within {self._link.timeout_seconds:g} s"
             ) from error
         self._num_receipts += 1
-        if announced.version != version:
-            raise WeightSyncError(f"the trainer sends version {announced.version} of the weights, wanted was {version}")
         if announced.is_divided and not self._is_divided:
             self._buckets = buckets_from_text(self._store.get(DIVIDED_BUCKETS))
             self._is_divided = True
-        return WeightStream(announced, self._buckets, self._channel)
+        stream = WeightStream(announced, self._buckets, self._channel)
+        if announced.version != version:
+            stream.drain()
+            raise WeightSyncError(f"the trainer sends version {announced.version} of the weights, wanted was {version}")
+        return stream
 
     def ask_for(self, boxes: Mapping[str, tuple[Box, ...]]) -> None:
         """Ask for boxes of the weights, those that the loaders read; over a divided link, later pushes have only them.
@@ -115,27 +119,62 @@ class WeightReceiver:
 class WeightStream:
     """Iterates once over (name, whole tensor); afterwards `receipt` has the record of them.
 
+    A reader that stops early calls `drain`: the sender would wait for this receiver, and with it all others.
     is_compared: the reader should compare its parameters with the weights after loading.
     """
 
     def __init__(self, announced: Announcement, buckets: Sequence[Bucket], channel: Channel) -> None:
         self._announced, self._buckets, self._channel = announced, buckets, channel
+        self._unread: Iterator[int] = _messages(announced, buckets)
         self._checksums: list[Tensor] = []
         self._agreeing: dict[str, Tensor] = {}
         self.is_compared = announced.is_compared
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self._buckets:
-            buffer = self._channel.receive(bucket.num_bytes)
+            buffer = self._receive()
             self._checksums.append(checksum(buffer))
             if self._announced.has_sums:
                 self._compare(bucket, buffer)
             yield from bucket.tensors(buffer)
 
+    def drain(self, error: BaseException | None = None) -> None:
+        """Take what is left of the push, and drop it. Nothing is left after a failure of the connection.
+
+        If there is no memory for a bucket, the channel is closed: over gloo, the sender fails at once; over NCCL, it
+        waits until the limit of the link.
+
+        Args:
+            error: why the reader stopped; what its frames hold, such as tensors of a bucket, is released.
+        """
+        _release_frames(error)
+        if torch.cuda.is_available():
+            # The reader may have stopped because there was no memory for the next bucket.
+            torch.cuda.empty_cache()
+        try:
+            for num_bytes in self._unread:
+                self._channel.skip(num_bytes)
+        except (dist.DistError, RuntimeError) as failure:
+            logger.warning("the rest of version %d of the weights did not come: %s", self._announced.version, failure)
+            if isinstance(failure, torch.OutOfMemoryError):
+                self._channel.close()
+
+    def _receive(self) -> Tensor:
+        num_bytes = next(self._unread)
+        try:
+            return self._channel.receive(num_bytes)
+        except torch.OutOfMemoryError:
+            # Channels allocate before they take anything, so the message is still to come.
+            self._unread = chain([num_bytes], self._unread)
+            raise
+        except (dist.DistError, RuntimeError):
+            self._unread = iter(())
+            raise
+
     def _compare(self, bucket: Bucket, buffer: Tensor) -> None:
         """Receive the sums of the bucket's whole tensors, and compare them with its boxes."""
         numbers = [num_sums(spec.shape) for spec in bucket.specs]
-        sums = self._channel.receive(sum(numbers) * torch.int64.itemsize).view(torch.int64)
+        sums = self._receive().view(torch.int64)
         for index, (spec, of_whole) in enumerate(zip(bucket.specs, torch.split(sums, numbers), strict=True)):
             for box, part in bucket.parts(buffer, index):
                 agrees = agree(part, box, spec.shape, of_whole)
@@ -165,3 +204,23 @@ class WeightStream:
                 f"such as {wrong[0]}"
             )
         return receipt_of(version, self._buckets, self._checksums)
+
+
+def _messages(announced: Announcement, buckets: Sequence[Bucket]) -> Iterator[int]:
+    """Yield the bytes of each message of a push: a bucket, and the sums of its whole tensors if it has any."""
+    for bucket in buckets:
+        yield bucket.num_bytes
+        if announced.has_sums:
+            yield sum(num_sums(spec.shape) for spec in bucket.specs) * torch.int64.itemsize
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's frames, also of the errors that it came from; the traceback stays."""
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]

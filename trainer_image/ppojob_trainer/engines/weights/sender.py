@@ -126,6 +126,9 @@ class WeightSender:
                 for link_end in self._link_ends:
                     link_end.send(tensor)
         except WeightLinkError:
+            # The other receivers would wait until the limit of their links. The next push connects again.
+            for link_end in self._link_ends:
+                link_end.close()
             # The other ranks gather the remaining tensors, and would wait for this one.
             for _ in gathered:
                 pass
@@ -234,12 +237,7 @@ class _LinkEnd:
             WeightLinkError: a receiver stopped receiving.
         """
         assert self._sending is not None, "begin() comes first"
-        try:
-            self._sending.add(tensor)
-        except (dist.DistError, RuntimeError) as error:
-            raise WeightLinkError(
-                f"a rollout replica stopped receiving version {self._sending.version} of the weights: {error}"
-            ) from error
+        self._sending.add(tensor)
 
     def receipt(self) -> Receipt:
         """Return the receipt of the push."""
@@ -247,9 +245,10 @@ class _LinkEnd:
         return self._sending.receipt()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; receivers that wait for this side fail, see `Channel.close`."""
         if self._channel is not None:
             self._channel.close()
+        # Those that wait at the store fail when it is gone.
         self._channel = self._store = self._sending = None
 
 
@@ -271,7 +270,11 @@ class _Sending:
         return self._announcement.version
 
     def add(self, tensor: Tensor) -> None:
-        """Pack the next tensor, which is whole."""
+        """Pack the next tensor, which is whole, and send its bucket when that is full.
+
+        Raises:
+            WeightLinkError: a receiver stopped receiving.
+        """
         place = next(self._places, None)
         assert place is not None, "the source yields more tensors than it has specs"
         bucket, index = place
@@ -284,10 +287,21 @@ class _Sending:
         if index < len(bucket.specs) - 1:
             return
         self._checksums.append(checksum(self._buffer))
-        self._channel.send(self._buffer)
+        self._send(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._announcement.has_sums:
-            self._channel.send(torch.cat(self._sums).view(torch.uint8))
+            self._send(torch.cat(self._sums).view(torch.uint8))
+
+    def _send(self, buffer: Tensor) -> None:
+        """Send a buffer. Other failures than the connection's, such as packing without memory, are the actor's own."""
+        try:
+            self._channel.send(buffer)
+        except torch.OutOfMemoryError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise WeightLinkError(
+                f"a rollout replica stopped receiving version {self.version} of the weights: {error}"
+            ) from error
 
     def receipt(self) -> Receipt:
         """Return the receipt; all tensors must have come."""

@@ -47,6 +47,9 @@ READ_BY_UPDATE = (
 """ref_log_prob and rollout_log_probs only with some algorithms, see `unread_by_update`."""
 _ELASTIC_LIMIT_S = 120.0
 """Seconds that the ends of a weight link wait for each other, if the receiver may be lost at any time."""
+_LINK_SHARE = 0.75
+"""Of the time limit of a phase, for the ends of a weight link. The rest is for a push to the other engines. In a fixed
+pool, an engine that rounds weights is lost first, because it has half of the phase's limit."""
 
 
 class ActorWorker(EngineWorker):
@@ -62,7 +65,14 @@ class ActorWorker(EngineWorker):
         """See `EngineWorker`."""
         spec = self.spec
         objective = PolicyObjective(spec.actor, spec.algorithm)
-        return EngineSetup(spec.model.actor, spec.actor, objective, seed=spec.trainer.seed, dtype=dtype_of(spec.device))
+        return EngineSetup(
+            spec.model.actor,
+            spec.actor,
+            objective,
+            seed=spec.trainer.seed,
+            dtype=dtype_of(spec.device),
+            per_host=self.context.local_world_size,
+        )
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def check(self) -> None:
@@ -129,7 +139,8 @@ class ActorWorker(EngineWorker):
     def _link_limit_s(self) -> float:
         """How long one end waits for the other. An engine of an elastic pool may be lost while it receives weights."""
         is_elastic = any(self.spec.pool(name).elastic for name in self.spec.placement.rollout_pools)
-        return min(self.context.timeout_s, _ELASTIC_LIMIT_S) if is_elastic else self.context.timeout_s
+        limit_s = _LINK_SHARE * self.context.timeout_s
+        return min(limit_s, _ELASTIC_LIMIT_S) if is_elastic else limit_s
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def open_weights(self, plans: Sequence[LinkPlan]) -> list[WeightLink]:

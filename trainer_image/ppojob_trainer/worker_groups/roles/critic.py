@@ -47,6 +47,7 @@ class CriticWorker(EngineWorker):
             has_value_head=True,
             seed=spec.trainer.seed,
             dtype=dtype_of(spec.device),
+            per_host=self.context.local_world_size,
         )
 
     @register(dispatch=Dispatch.RANK_ZERO)

@@ -24,6 +24,7 @@ from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, TableC
 from ppojob_trainer.engines.errors import ModelNotFoundError
 from ppojob_trainer.protocol import ROLLOUT_COLUMNS, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
+from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -118,6 +119,13 @@ class DataWorker:
         self._positions: dict[int, dict[str, Any]] = {}
         # The latest step, and the position before its prompts.
         self._start: tuple[int, dict[str, Any]] | None = None
+        self._loaded: LoadedData | None = None
+
+    def renew(self) -> None:
+        """See `Renewable`: `restore` sets the position."""
+        if self._loaded is None:
+            raise NotRenewableError("the data was not opened yet")
+        self._start, self._positions = None, {}
 
     @property
     def loader(self) -> PromptLoader:
@@ -127,12 +135,14 @@ class DataWorker:
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def load(self) -> LoadedData:
-        """Open the sources.
+        """Open the sources. Once.
 
         Raises:
             DataError: the data cannot be read, or a prompt cannot be used.
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
+        if self._loaded is not None:
+            return self._loaded
         data = self.spec.data
         given = data.train.mixture
         if given is None:
@@ -146,7 +156,8 @@ class DataWorker:
             prompts = dataset.batch(range(len(dataset)))
             self._validation = ReadPrompts.of(prompts, self.spec.rollout.validation.samples_per_prompt)
             names |= dataset.data_sources()
-        return LoadedData(sorted(names), self._loader.steps_per_epoch)
+        self._loaded = LoadedData(sorted(names), self._loader.steps_per_epoch)
+        return self._loaded
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def next_batch(self, step: int, count: int | None) -> ReadPrompts:

@@ -36,7 +36,11 @@ class RefWorker(EngineWorker):
         is_compiled = model.actor.compile if model.ref.compile is None else model.ref.compile
         own = {"path": source.path, "trust_remote_code": source.trust_remote_code, "compile": is_compiled}
         return EngineSetup(
-            model.ref.model_copy(update=own), self.spec.actor, objective=None, dtype=dtype_of(self.spec.device)
+            model.ref.model_copy(update=own),
+            self.spec.actor,
+            objective=None,
+            dtype=dtype_of(self.spec.device),
+            per_host=self.context.local_world_size,
         )
 
     @register(dispatch=Dispatch.RANK_ZERO)

@@ -29,6 +29,7 @@ from ppojob_trainer.rewards.batch import (
     scores_by_source,
 )
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
@@ -49,15 +50,23 @@ class RewardWorker:
         self._decoder: Decoder | None = None
         self._samples = SampleKeeper(context, spec)
 
+    def renew(self) -> None:
+        """See `Renewable`: no score depends on an earlier one."""
+        if self._decoder is None:
+            raise NotRenewableError("the reward function was not loaded yet")
+        self._samples.renew()
+
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, data_sources: Sequence[str]) -> None:
-        """Start the function's processes, check the names of the data sets with it, and load the tokenizer.
+        """Start the function's processes, check the names of the data sets with it, and load the tokenizer. Once.
 
         Raises:
             RewardImportError: the function cannot be imported.
             RewardRefusedError: the function's check refuses its arguments or a data set.
             ModelNotFoundError: no tokenizer in the actor's folder.
         """
+        if self._decoder is not None:
+            return
         function = self.spec.reward.function
         assert function is not None, "this reward has no function"
         source = FunctionSource(function.module, function.path, function.name, function.extract, function.kwargs)

@@ -46,6 +46,11 @@ class RewardModelWorker(TrainedWorker):
         self._engine: ScoringEngine | None = None
         self._samples = SampleKeeper(context, spec)
 
+    def renew(self) -> None:
+        """See `Renewable`: no score depends on an earlier one."""
+        super().renew()
+        self._samples.renew()
+
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def check(self) -> None:
         """Read the configuration, and load both tokenizers.
@@ -64,8 +69,11 @@ class RewardModelWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> None:
-        """Load and shard the model, after `check` and `join`."""
+        """Load and shard the model, after `check` and `join`. Once."""
+        if self._is_loaded:
+            return
         self._engine = load_reward_model(self._model, self.parallel, dtype_of(self.spec.device))
+        self._is_loaded = True
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.RAW_PROMPT))
     def compute_scores(self, batch: DataProto) -> DataProto:

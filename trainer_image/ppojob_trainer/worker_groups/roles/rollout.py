@@ -38,7 +38,7 @@ from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
-from ppojob_trainer.worker_groups.errors import CallTimeoutError
+from ppojob_trainer.worker_groups.errors import CallTimeoutError, NotRenewableError
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -108,6 +108,7 @@ class RolloutWorker:
     """One replica. Its engine runs in a separate event loop, in a thread; the methods wait for it."""
 
     _patience_s: float | None = None
+    _starting: Future[None] | None = None
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
@@ -121,13 +122,17 @@ class RolloutWorker:
         self._training = SamplingOptions.training(spec)
         self._validation = SamplingOptions.validation(spec)
         self._drawn = _Drawn(0)
-        self._starting: Future[None]
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def begin_load(self, other_gpus: Sequence[str]) -> None:
-        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` continues."""
+        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` continues.
+
+        Once: an engine of an earlier attempt continues.
+        """
+        if self._starting is not None:
+            return
         if self.spec.device is Device.CUDA:
             log_connections(self.context.log_file.with_suffix(""))
         if other_gpus:
@@ -138,9 +143,17 @@ class RolloutWorker:
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self) -> Capacity:
         """Let the engine allocate its memory, and wait until it is ready with the initial weights."""
+        assert self._starting is not None, "begin_load() comes first"
         self._engine.signal_gpu_free()
         self._wait(self._starting)
         return self._engine.capacity()
+
+    def renew(self) -> None:
+        """See `Renewable`: drop the responses of the last attempt. The next push brings other weights."""
+        if self._starting is None or not self._starting.done():
+            raise NotRenewableError("vLLM had not started yet")
+        self.check()
+        self.abort()
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=_READ)
     def begin(
@@ -310,6 +323,9 @@ class GpuHolder:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
+
+    def renew(self) -> None:
+        """See `Renewable`: there is nothing to end."""
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def visible_gpu(self) -> str:

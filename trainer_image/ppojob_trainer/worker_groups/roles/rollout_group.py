@@ -18,7 +18,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
@@ -36,8 +36,9 @@ __all__ = ["Report", "RolloutGroup", "RolloutOfStep"]
 
 logger = logging.getLogger(__name__)
 
-Command: TypeAlias = RemoteMethod[RolloutWorker, [], None, [], Future[list[None]]]
-"""A method of a replica without arguments or answer."""
+P = ParamSpec("P")
+Command: TypeAlias = RemoteMethod[RolloutWorker, P, None, P, Future[list[None]]]
+"""A method of a replica without an answer."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +232,18 @@ class RolloutGroup:
         if self.sleeps:
             await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.sleep) for rank in self.ranks))
 
-    async def _unless_lost(self, rank: int, method: Command) -> None:
+    async def wake(self, part: str) -> None:
+        """Let the engines allocate a part of their memory again: `weights` or `kv_cache`.
+
+        Raises:
+            WorkerGroupError: a replica failed otherwise than by the loss of its engine.
+        """
+        if self.sleeps:
+            await asyncio.gather(*(self._unless_lost(rank, RolloutWorker.wake, part) for rank in self.ranks))
+
+    async def _unless_lost(self, rank: int, method: Command[P], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            await self.one(rank).call(method)
+            await self.one(rank).call(method, *args, **kwargs)
         except WorkerGroupError as error:
             if not is_loss(error):
                 raise

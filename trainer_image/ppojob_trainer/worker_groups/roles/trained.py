@@ -6,19 +6,25 @@ is found before any process has spent minutes on loading.
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
+from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.engines.network import connect, listen
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
 from ppojob_trainer.engines.train.loader import make_engine, parameters_of_stages
-from ppojob_trainer.engines.train.mesh import ParallelDims, ParallelMesh, init_process_group
+from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
+from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -28,7 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineWorker", "ModelSize", "ModelSource", "TrainedWorker", "check_fit", "dims_of", "join", "size_of"]
 
+logger = logging.getLogger(__name__)
+
 W = TypeVar("W", bound="TrainedWorker")
+
+_POLL_S = 0.1
 
 
 def check_fit(role: str, source: ModelSource, spec: PPOJobSpec) -> None:
@@ -115,14 +125,26 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
     )
 
 
-def dims_of(training: Trained | None, world_size: int) -> ParallelDims:
-    """Return how a role's ranks are divided; `training` has the sizes, None: FSDP shards over all ranks."""
+def dims_of(training: Trained | None, world_size: int, per_host: int, config: PretrainedConfig | None) -> ParallelDims:
+    """Return how a role's ranks are divided.
+
+    Args:
+        training: has the sizes; None: FSDP shards over all ranks.
+        per_host: ranks on a host.
+        config: of the model, whose heads decide how many sequence-parallel ranks gather keys; None: none of them.
+    """
     if training is None:
         return ParallelDims.of(world_size)
+    sequence, context = training.sequence_parallel_size, 1
+    if config is not None and sequence > 1:
+        from ppojob_trainer.engines.train.model_fit import split_sequence
+
+        sequence, context = split_sequence(config, sequence, training.tensor_parallel_size, per_host)
     return ParallelDims.of(
         world_size,
         fsdp=training.fsdp_size,
-        sequence=training.sequence_parallel_size,
+        sequence=sequence,
+        context=context,
         tensor=training.tensor_parallel_size,
         pipeline=training.pipeline_parallel_size,
         expert=training.expert_parallel_size,
@@ -141,6 +163,19 @@ class TrainedWorker:
         self.source: ModelSource | None = None
         self._parallel: ParallelMesh | None = None
         self._store: TCPStore | None = None
+        self._transports: Transports | None = None
+        self._is_loaded = False
+
+    def renew(self) -> None:
+        """See `Renewable`."""
+        if not self._is_loaded:
+            raise NotRenewableError("its model was not loaded yet")
+        self.free_cached_memory()
+        if self.spec.device is Device.CUDA:
+            import torch
+
+            # Raises if the GPU has failed, so that this process is not kept.
+            torch.cuda.synchronize()
 
     @property
     def parallel(self) -> ParallelMesh:
@@ -151,19 +186,21 @@ class TrainedWorker:
     @register(dispatch=Dispatch.RANK_ZERO)
     def rendezvous(self) -> tuple[str, int]:
         """Listen for the other ranks; return where."""
-        self._store = listen(self.context.address, self.context.timeout_s)
+        self._store = self._store or listen(self.context.address, self.context.timeout_s)
         return self.context.address, self._store.port
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def join(self, address: str, port: int) -> Transports:
-        """Join the process group; return the transports by which this rank sends to others.
+        """Join the process group, unless this rank is in it; return the transports by which it sends to others.
 
         Raises:
             RendezvousError: not all ranks joined in time, or NCCL could not connect.
             ValueError: the sizes do not divide the ranks, or a group that communicates in every layer would span hosts.
         """
+        if self._transports is not None:
+            return self._transports
         context = self.context
-        dims = dims_of(self.training, context.world_size)
+        dims = dims_of(self.training, context.world_size, context.local_world_size, self._config_of_split())
         if self.spec.device is Device.CUDA:
             log_connections(context.log_file.with_suffix(""))
         if self._store is None:
@@ -171,7 +208,18 @@ class TrainedWorker:
         self._parallel = init_process_group(
             Device(self.spec.device), context.rank, dims, self._store, context.timeout_s, context.local_world_size
         )
-        return self._parallel.connect()
+        self._transports = self._parallel.connect()
+        return self._transports
+
+    def _config_of_split(self) -> PretrainedConfig | None:
+        """Return the model's configuration if it decides how the ranks are divided; a user's engine decides itself."""
+        training = self.training
+        if training is None or training.sequence_parallel_size == 1 or training.engine is not Engine.FSDP:
+            return None
+        from ppojob_trainer.engines.train.model_fit import read_config
+
+        assert self.source is not None, "the role says in its constructor which model it loads"
+        return read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
 
     @register(dispatch=Dispatch.RANK_ZERO)
     def size(self) -> ModelSize:
@@ -204,6 +252,7 @@ class EngineWorker(TrainedWorker):
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, training: Trained) -> None:
         super().__init__(context, spec, training)
         self._engine: TrainEngine | None = None
+        self._is_prepared = False
 
     @cached_property
     def setup(self) -> EngineSetup:
@@ -219,20 +268,37 @@ class EngineWorker(TrainedWorker):
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, stays_gathered: bool, total_steps: int) -> None:
-        """Load the model, after `join`; compile it if the spec asks for that, before the first step.
+        """Load the model, after `join`; compile it if the spec asks for that, before the first step. Once.
 
         Args:
             stays_gathered: the parameters stay gathered through an optimizer step.
             total_steps: of the run, for the learning-rate schedule.
         """
+        if self._is_loaded:
+            return
         self.engine.load(self.parallel, total_steps=total_steps, stays_gathered=stays_gathered)
         if self.setup.model.compile:
             self.engine.warm_up(self.spec.data.max_prompt_length, self.spec.data.max_response_length)
         self.free_cached_memory()
+        self._is_loaded = True
+
+    def renew(self) -> None:
+        """See `Renewable`. Nobody needs what a save in the background still writes."""
+        super().renew()
+        is_done = False
+        while not is_done:
+            time.sleep(_POLL_S)
+            try:
+                is_done = self.engine.is_saved()
+            except EngineError as error:
+                logger.info("a checkpoint of the last attempt was not written: %s", error)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def prepare_saves(self) -> None:
-        """Prepare for saves in the background, in the background, if the engine can."""
+        """Prepare for saves in the background, in the background, if the engine can. Once."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
         prepare = getattr(self.engine, "prepare_saves", None)
         if prepare is not None:
             prepare()

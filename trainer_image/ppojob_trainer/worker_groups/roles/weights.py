@@ -15,14 +15,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.errors import RendezvousError, RolloutMemoryError, WeightLinkError
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, link_plans
 from ppojob_trainer.engines.weights.receipts import Receipt, verify
-from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
+from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
@@ -41,8 +43,37 @@ _BEFORE_THE_LIMIT_S = 10.0
 """Seconds before its phase ends at which a push stops waiting for engines, so that the failure names the pools."""
 
 
+class _ActorError(Exception):
+    """The actor itself failed, so no other push can succeed."""
+
+    def __init__(self, error: WorkerGroupError) -> None:
+        super().__init__(f"{error}")
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """The engines of a pool at one moment: the pool's list and numbers change while others wait.
+
+    group: their processes. workers: for each of them, the numbers of its vLLM workers among those of all pools.
+    """
+
+    rollout: RolloutGroup
+    group: WorkerGroup[RolloutWorker]
+    workers: Sequence[range]
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """Whom the last connection has: plans and numbers are those of the moment at which it was opened."""
+
+    members: list[list[int]]
+    plans: list[LinkPlan]
+    engines: list[_Engines]
+
+
 class WeightsGroup:
-    """See `controller.ports.WeightsPort`: actor ranks send, replicas receive, the receipts are compared."""
+    """See `controller.weights_port.WeightsPort`: actor ranks send, replicas receive, the receipts are compared."""
 
     def __init__(
         self,
@@ -57,9 +88,10 @@ class WeightsGroup:
         self._rollouts = rollouts
         self._device = spec.device
         self._are_in_flight = spec.schedule.updates_in_flight
-        self._plans = self._link_plans()
-        self._connected: list[list[int]] | None = None
-        """The ranks of each pool's engines that are connected. None: nothing is, or a push has failed."""
+        self.compared_version: int | None = None
+        """See `WeightsPort`."""
+        self._connection: _Connection | None = None
+        """None: nothing is connected, or a push has failed."""
         self._wait_s = max(1.0, spec.trainer.phase_timeout_seconds - _BEFORE_THE_LIMIT_S)
 
     @property
@@ -70,7 +102,7 @@ class WeightsGroup:
     @property
     def are_released(self) -> bool:
         """See `WeightsPort`."""
-        return any(rollout.sleeps for rollout, _ in self._receiving())
+        return any(engines.rollout.sleeps for engines in self._receiving())
 
     async def connect(self) -> list[Transports]:
         """Connect senders and receivers; return the transports by which each process sends weights.
@@ -85,23 +117,23 @@ class WeightsGroup:
 
     async def _connect(self) -> list[Transports]:
         # An engine that is lost from here on is noticed by the next push, because the members are others then.
-        self._plans, self._connected, members = self._link_plans(), None, self._members()
-        connecting_to = self._receiving()
-        plans_of = [[plan for plan in self._plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
-        links_of = await self._actor.call(ActorWorker.open_weights, plans_of)
+        self._connection = None
+        connection = _Connection(self._members(), self._link_plans(), self._receiving())
+        plans_of = [[plan for plan in connection.plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
+        links_of = await self._of_actor(self._actor.call(ActorWorker.open_weights, plans_of))
         places: dict[int, tuple[WeightLink, int]] = {}
         for plans, links in zip(plans_of, links_of, strict=True):
             for plan, link in zip(plans, links, strict=True):
                 places |= {receiver: (link, number + 1) for number, receiver in enumerate(plan.receivers)}
         receiving = (
-            rollout.group.call(
-                RolloutWorker.connect_weights, [[places[worker] for worker in workers] for workers in replicas]
+            engines.group.call(
+                RolloutWorker.connect_weights, [[places[worker] for worker in workers] for workers in engines.workers]
             )
-            for rollout, replicas in connecting_to
+            for engines in connection.engines
         )
-        connecting = self._actor.call(ActorWorker.connect_weights)
+        connecting = self._of_actor(self._actor.call(ActorWorker.connect_weights))
         senders, groups = await asyncio.gather(connecting, asyncio.gather(*receiving))
-        self._connected = members
+        self._connection = connection
         return [*senders, *(worker for replicas in groups for replica in replicas for worker in replica)]
 
     def _link_plans(self) -> list[LinkPlan]:
@@ -115,13 +147,14 @@ class WeightsGroup:
     def _members(self) -> list[list[int]]:
         return [rollout.ranks for rollout in self._rollouts]
 
-    def _receiving(self) -> list[tuple[RolloutGroup, list[range]]]:
-        """Return each pool with engines, and for each of its replicas the numbers of its vLLM workers among all."""
+    def _receiving(self) -> list[_Engines]:
+        """Return the engines of each pool that has some."""
         found, first = [], 0
         for rollout in self._rollouts:
             size = rollout.workers_per_replica
             if rollout.ranks:
-                found.append((rollout, [range(first + n * size, first + (n + 1) * size) for n in rollout.ranks]))
+                workers = [range(first + n * size, first + (n + 1) * size) for n in rollout.ranks]
+                found.append(_Engines(rollout, rollout.group, workers))
             first += rollout.num_replicas * size
         return found
 
@@ -141,21 +174,28 @@ class WeightsGroup:
             WorkerLostError: no engine is left, and none came back in time.
             WorkerGroupError: a process failed.
         """
-        await self._some_engine()
-        asleep = [rollout for rollout, _ in self._receiving() if rollout.sleeps]
+        await self.wait_for_engine()
+        asleep = [engines.rollout for engines in self._receiving() if engines.rollout.sleeps]
         if asleep:
             freed = (group.call(TrainedWorker.free_cached_memory) for group in self._neighbours)
             await asyncio.gather(*freed)
-            await _wake(asleep, "weights")
+            await asyncio.gather(*(rollout.wake("weights") for rollout in asleep))
         moved = await self._despite_losses(partial(self._sent, version))
+        # It certifies the weights of all engines: those that only some engines compared do not count.
+        if moved["read_back"] == moved["receivers"] > 0.0:
+            self.compared_version = version
         for rollout in self._rollouts:
             rollout.use_admitted()
         if asleep:
-            await _wake([rollout for rollout in asleep if rollout.ranks], "kv_cache")
+            await asyncio.gather(*(rollout.wake("kv_cache") for rollout in asleep))
         return {f"comm_{what}/update_weights": number for what, number in moved.items()}
 
-    async def _some_engine(self) -> None:
-        """Admit engines that are ready, and find those that were lost; wait until any is left."""
+    async def wait_for_engine(self) -> None:
+        """See `WeightsPort`. Admits engines that are ready, and finds those that were lost.
+
+        Raises:
+            WorkerLostError: no engine is left, and none came back in time.
+        """
         deadline = time.monotonic() + self._wait_s
         while True:
             for rollout in self._rollouts:
@@ -187,51 +227,68 @@ class WeightsGroup:
         """Do something with all engines; do it again with the others, if engines are lost meanwhile."""
         for number in range(1, _MAX_TRIES + 1):
             if not self._receiving():
-                await self._some_engine()
+                await self.wait_for_engine()
             # A generation may find the same loss while a push is in flight.
             before = self._members()
             try:
                 return await work()
+            except _ActorError as failure:
+                # Engines that still wait for the actor would not answer.
+                raise failure.error from failure.error.__cause__
             except WorkerGroupError as failure:
+                if isinstance(failure, WorkerOutOfMemoryError) or isinstance(failure.__cause__, RolloutMemoryError):
+                    # No loss: the others would follow. They may still wait for the actor, and would not answer.
+                    raise
                 # The remaining ranks have an open connection to the lost engine.
-                self._connected = None
+                self._connection = None
                 await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
                 if number == _MAX_TRIES or before == self._members():
                     raise
                 logger.warning("%s: the weights are sent again, without the engines that were lost meanwhile", failure)
         raise AssertionError("the last try returns or raises")
 
+    async def _of_actor(self, answer: Awaitable[T]) -> T:
+        """Await the actor's answer.
+
+        Raises:
+            _ActorError: the actor failed otherwise than by the loss of a receiver.
+        """
+        try:
+            return await answer
+        except WorkerGroupError as error:
+            if isinstance(error.__cause__, WeightLinkError | RendezvousError):
+                raise
+            raise _ActorError(error) from error
+
     async def _sent(self, version: int) -> dict[str, float]:
         """Send the weights to all engines, compare them, and let engines that were paused for them continue."""
-        if self._connected != self._members():
+        if self._connection is None or self._connection.members != self._members():
             await self._connect()
-        # A generation may find a loss while this one waits.
-        receiving = self._receiving()
-        rollouts = [rollout for rollout, _ in receiving]
+        connection = self._connection
+        assert connection is not None, "it is open after connecting"
+        if connection.members != self._members():
+            # A generation found a loss meanwhile.
+            raise WorkerLostError("an engine was lost while the weights were connected")
         started = time.perf_counter()
-        received = (rollout.group.call(RolloutWorker.update_weights, version) for rollout in rollouts)
-        sending = self._actor.call(ActorWorker.push_weights, version)
+        received = (engines.group.call(RolloutWorker.update_weights, version) for engines in connection.engines)
+        sending = self._of_actor(self._actor.call(ActorWorker.push_weights, version))
         sent, receipts = await asyncio.gather(sending, asyncio.gather(*received))
         seconds = time.perf_counter() - started
         receipt_of: dict[int, Receipt] = {
             worker: receipt
-            for (_, replicas), answers in zip(receiving, receipts, strict=True)
-            for workers, receipts_of_workers in zip(replicas, answers, strict=True)
+            for engines, answers in zip(connection.engines, receipts, strict=True)
+            for workers, receipts_of_workers in zip(engines.workers, answers, strict=True)
             for worker, receipt in zip(workers, receipts_of_workers, strict=True)
         }
         sizes = []
         receipts_of_rank = [iter(of_rank) for of_rank in sent]
-        for plan in self._plans:
+        for plan in connection.plans:
             receipt = next(receipts_of_rank[plan.sender_rank])
             sizes.append(receipt.num_bytes)
             verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
         if self._are_in_flight:
-            await asyncio.gather(*(rollout.group.call(RolloutWorker.resume) for rollout in rollouts))
+            await asyncio.gather(*(engines.group.call(RolloutWorker.resume) for engines in connection.engines))
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": max(sizes) / 1e9 / seconds}
         moved["receivers"] = float(len(receipt_of))
         moved["read_back"] = float(sum(receipt.is_read_back for receipt in receipt_of.values()))
         return moved
-
-
-async def _wake(rollouts: Sequence[RolloutGroup], tag: str) -> None:
-    await asyncio.gather(*(rollout.group.call(RolloutWorker.wake, tag) for rollout in rollouts))

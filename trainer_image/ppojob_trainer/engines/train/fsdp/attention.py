@@ -2,8 +2,10 @@
 
 On CUDA it is one call of `torch.nn.attention.varlen` for all sequences. The CPU has no such kernel, so there it is
 causal SDPA for each sequence in turn, which avoids the masked part of a block-diagonal mask. If the tokens are divided
-over ranks (`train.sequence`), slices are exchanged for heads before it, and back after it. Called by transformers'
-decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
+over ranks (`train.sequence`), slices are exchanged for heads before it, and back after it. With context parallelism a
+rank has the queries of a part of the tokens: they are the last ones of the tokens of their keys, so the causal mask is
+aligned at its bottom right corner. Called by transformers' decoder layers under the name `IMPLEMENTATION`. It refuses
+dropout, which would make log-probs unrepeatable.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def packed_attention(
         raise ValueError(f"attention dropout {options['dropout']} is not supported: set attention_dropout to 0")
     segments: Segments = options["segments"]
     window: int | None = options.get("sliding_window")
-    if window is not None and window >= segments.longest:
+    if window is not None and window >= (segments.keys or segments).longest:
         window = None
     attend = _varlen if query.is_cuda else _one_by_one
     if segments.peers is None:
@@ -54,6 +56,7 @@ def packed_attention(
     # The ranks exchange queries, keys and values in one message.
     value = _widened(value, key)
     query, key, value = segments.peers.to_heads(query, key, value, segments.num_tokens)
+    key, value = segments.peers.gather(key, value, segments.places)
     output = attend(query, key, value, segments, options.get("scaling"), window)
     return segments.peers.to_slices(_narrowed(output, size)), None
 
@@ -64,15 +67,16 @@ def _varlen(
     size = value.shape[-1]
     # The kernel has one size for all three.
     value = _widened(value, key)
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    query_THD, key_SKD, value_SKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    keys = segments.keys or segments
     output: Any = varlen_attn(
         query_THD,
-        key_TKD,
-        value_TKD,
+        key_SKD,
+        value_SKD,
         segments.cu_seqlens,
-        segments.cu_seqlens,
+        keys.cu_seqlens,
         segments.bound,
-        segments.bound,
+        keys.bound,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
@@ -97,15 +101,20 @@ def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    lengths = list(segments.lengths)
-    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    lengths, of_keys = list(segments.lengths), list((segments.keys or segments).lengths)
+    # Not for each part by its lengths, because a compiled layer would be compiled again for each part that differs.
+    is_causal = segments.keys is None and window is None
+    parts = zip(
+        *(torch.split(tensor, each, dim=2) for tensor, each in ((query, lengths), (key, of_keys), (value, of_keys))),
+        strict=True,
+    )
     outputs = [
         functional.scaled_dot_product_attention(
             part_query,
             part_key,
             part_value,
-            attn_mask=None if window is None else _window_mask(part_query.shape[2], window),
-            is_causal=window is None,
+            attn_mask=None if is_causal else _mask(part_query.shape[2], part_key.shape[2], window),
+            is_causal=is_causal,
             scale=scaling,
         )
         for part_query, part_key, part_value in parts
@@ -118,10 +127,12 @@ def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
-def _window_mask(length: int, window: int) -> Tensor:
-    place = torch.arange(length)
-    distance = place.unsqueeze(1) - place.unsqueeze(0)
-    return (distance >= 0) & (distance < window)
+def _mask(num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """Return the mask of queries that are the last ones of the keys' tokens."""
+    place = torch.arange(num_keys)
+    distance = place[num_keys - num_queries :].unsqueeze(1) - place.unsqueeze(0)
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

@@ -47,7 +47,7 @@ from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule,
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import InOrder, Passes, Pipelined, Received
-from ppojob_trainer.engines.train.fsdp.routing import differing_metrics
+from ppojob_trainer.engines.train.fsdp.routing import differing_metrics, replay_experts
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
 from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
@@ -90,7 +90,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         config = read_config(self.setup.path, trust_remote_code=self.setup.model.trust_remote_code)
         refuse_unsupported(config)
-        check_divisions(config, self.setup.sizes)
+        check_divisions(config, self.setup.sizes, self.setup.per_host)
 
     def load(self, parallel: ParallelMesh, *, total_steps: int, stays_gathered: bool = False) -> None:
         """See `TrainEngine`."""
@@ -103,9 +103,9 @@ class FSDPEngine:
         adamw = self._optimizer.adamw if self._optimizer is not None else None
         self._offloader = Offloader(self.module, setup.model.offload, parallel.device, adamw)
         self._is_reduced_once = stays_gathered and parallel.num_averaged > 1
-        self._passes = self._make_passes()
         coefficient = getattr(training, "router_aux_loss_coefficient", 0.0) if setup.objective is not None else 0.0
-        self._balance = LoadBalance(self.module.backbone, coefficient)
+        self._balance = LoadBalance(self.module.backbone, coefficient, parallel)
+        self._passes = self._make_passes()
         # Of a whole micro-batch; with sequence parallelism a rank computes a slice of it.
         self._max_tokens = training.max_tokens_per_gpu * parallel.sequence_size
 
@@ -218,18 +218,19 @@ class FSDPEngine:
             return InOrder(self._reduce_gradients)
         width = self.module.language_model.config.get_text_config().hidden_size
         hidden = torch.zeros(width, dtype=self.setup.dtype, device=self.parallel.device)
-        return Pipelined(peers, hidden, self._reduce_gradients)
+        replay = partial(replay_experts, self.module.backbone)
+        return Pipelined(peers, hidden, self._reduce_gradients, replay, self._balance.none)
 
     def _compute(self, temperature: float, micro: MicroBatch, received: Received | None) -> tuple[Tensor, ...]:
         """Return the model's outputs for a micro-batch, float32 [b, R] each; or a stage's hidden states."""
-        self._balance.begin(micro)
+        self._balance.begin(micro, None if received is None else received.balance)
         outputs: tuple[Tensor, ...]
         if isinstance(self.module, PolicyModule):
             outputs = self.module(micro.tokens, temperature, received)
         else:
             outputs = (self.module(micro.tokens, received),)
         if is_sent(received):
-            return outputs
+            return (*outputs, *self._balance.to_send()) if self.module.training else outputs
         return tuple(micro.spread(each) for each in outputs)
 
     def _loss(

@@ -3,7 +3,8 @@
 transformers keeps a layer's experts in fused parameters of three dimensions [E, outputs, inputs], and calls them under
 the name `IMPLEMENTATION`. Called by `model`, `lora`, `flops` and the engines. Experts are sharded like all other
 parameters, by FSDP; with expert parallelism each rank owns some of them whole (`train.expert`), and FSDP shards these
-over the other ranks that own them. No token is dropped. `routing` has the routers, `balance` a loss of their choices.
+over the other ranks that own them. Tensor-parallel ranks count among all of these, because each computes a slice of the
+tokens (`token_slices`). No token is dropped. `routing` has the routers, `balance` a loss of their choices.
 
 Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden states, E experts of a layer.
 """
@@ -24,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from ppojob_trainer.engines.train.expert import ExpertPeers
 from ppojob_trainer.engines.train.fsdp.stages import layer_number
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
+from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import num_experts
 
@@ -53,8 +55,7 @@ def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Te
     peers: ExpertPeers | None = getattr(module, _PEERS, None)
     if peers is not None:
         return _multiply_on_owners(module, peers, hidden_states, top_k_index, top_k_weights)
-    output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    return output
+    return _multiply(module, hidden_states, top_k_index, top_k_weights)
 
 
 def _multiply_on_owners(
@@ -71,38 +72,43 @@ def _multiply_on_owners(
     received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
     own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
     experts = WithParts(module, {**own, "num_experts": len(counts_E) // peers.size})
-    computed = _multiply_own(experts, received, route.experts)
-    rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, -1)
+    once = received.new_ones(len(received), 1)
+    computed = _multiply(experts, received, route.experts.unsqueeze(1), once)
+    rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, hidden_TD.shape[1])
     return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
-def _multiply_own(experts: Any, rows_SD: Tensor, own_S: Tensor) -> Tensor:
-    """Apply an expert to each row; own_S: its number among those of this rank."""
-    number = len(rows_SD)
+def _multiply(experts: Any, rows_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Apply experts to rows; there may be no row."""
+    number = len(rows_TD)
     if number == 0:
         # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
-        rows_SD, own_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(own_S, (0, 1))
-    once = rows_SD.new_ones(len(rows_SD), 1)
-    output: Tensor = grouped_mm_experts_forward(experts, rows_SD, own_S.unsqueeze(1), once)
-    return output[:number]
+        rows_TD, chosen_TK, weights_TK = (functional.pad(one, (0, 0, 0, 1)) for one in (rows_TD, chosen_TK, weights_TK))
+    output: Tensor = grouped_mm_experts_forward(experts, rows_TD, chosen_TK, weights_TK)
+    # Not a view, of which FSDP would warn.
+    return output if number else output[:0].clone()
 
 
-def divide_experts(module: nn.Module, peers: ExpertPeers | None) -> None:
-    """Divide the experts of each layer over the ranks of a group; without one do nothing. Before FSDP."""
-    if peers is None:
-        return
-    for _, experts in expert_modules(module):
-        setattr(experts, _PEERS, peers)
-        divide_parameters(experts, peers.mesh, lambda _: Shard(0))
+def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:
+    """Divide the experts of each layer over the ranks of their group, and the tokens of their blocks over the
+    tensor-parallel ranks; where there are none, do nothing. Before FSDP."""
+    peers, slices = parallel.experts, TokenSlices.of(parallel)
+    for name, experts in list(expert_modules(module)):
+        if slices is not None:
+            slices.apply(module.get_submodule(name.rpartition(".")[0]))
+        if peers is not None and peers.size > 1:
+            setattr(experts, _PEERS, peers)
+            divide_parameters(experts, peers.mesh, lambda _: Shard(0))
 
 
 def shard_experts(
-    layers: Sequence[nn.Module], parallel: ParallelMesh, precision: MixedPrecisionPolicy, *, is_freed: bool
+    layers: Sequence[nn.Module], parallel: ParallelMesh, precision: MixedPrecisionPolicy, *, stays_gathered: bool
 ) -> None:
-    """Shard the divided experts of some layers over the ranks that own the same ones, in one message."""
+    """Shard the experts of some layers over the ranks that own the same ones, in one message."""
     peers, experts = parallel.experts, [part for layer in layers for _, part in expert_modules(layer)]
     if peers is None or not experts:
         return
+    is_freed = peers.fsdp_mesh.size(-1) > 1 and not stays_gathered
     fully_shard(experts, mesh=peers.fsdp_mesh, mp_policy=precision, reshard_after_forward=is_freed)
     for part in experts:
         assert isinstance(part, FSDPModule)

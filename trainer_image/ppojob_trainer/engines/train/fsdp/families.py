@@ -59,8 +59,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     elif num_experts(config) is not None and not type(config).__module__.startswith("transformers.models."):
         raise ModelUnsupportedError(
             f"model path {config.name_or_path}: its {config.model_type} comes with code of its own, and no test "
-            "compares the experts of such code: set trustRemoteCode to false in the model's section of spec.model, so "
-            "that the code of transformers is used"
+            "compares the experts of such code: create another PPOJob with trustRemoteCode false in the model's "
+            "section of spec.model, so that the code of transformers is used"
         )
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:

@@ -41,8 +41,9 @@ from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
 from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
+from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.engines.train.model_fit import read_config
+from ppojob_trainer.engines.train.model_fit import num_experts, read_config
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
@@ -127,8 +128,7 @@ def build_policy(
         )
     module.stage = _cut(AutoModelForCausalLM, language_model, module.backbone, options, parallel)
     conversions = Conversions(language_model)
-    divide(module, module.language_model, module.backbone, parallel)
-    divide_experts(module, parallel.experts)
+    _divide(module, parallel)
     _shard(module, module.backbone, options, parallel)
     return module, conversions
 
@@ -166,8 +166,7 @@ def build_critic(
     if module.stage is not None and not module.stage.peers.is_last:
         module.value_head = None
     conversions = Conversions(language_model)
-    divide(module, module.language_model, module.backbone, parallel)
-    divide_experts(module, parallel.experts)
+    _divide(module, parallel)
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     if module.value_head is not None:
         # It is so small that a second message for it would cost more than keeping it.
@@ -227,7 +226,6 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
     model.tie_weights()
     _keep_in_float32(model)
     add_counts(model)
-    prepare_routers(model)
     if options.is_frozen or options.lora is not None:
         model.requires_grad_(False)
     return model
@@ -242,6 +240,14 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
                 module._buffers[name] = buffer.float()
 
 
+def _divide(module: PolicyModule | ValueModule, parallel: ParallelMesh) -> None:
+    """Divide layers and experts over the ranks that compute them together."""
+    divide(module, module.language_model, module.backbone, parallel)
+    divide_experts(module, parallel)
+    # Around the routers' forward passes, which have been replaced by now.
+    prepare_routers(module, TokenSlices.of(parallel))
+
+
 def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:
     if options.lora is not None:
         # The layers are divided by now, and each adapter is divided as its layer.
@@ -249,11 +255,12 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
     runs = [list(run) for is_elsewhere, run in groupby(_layers(backbone), _is_elsewhere) if not is_elsewhere]
     layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
+    is_mixture = num_experts(backbone.config) is not None  # type: ignore[arg-type]
     for layer in layers:
         if options.gradient_checkpointing:
             layer.forward = MethodType(_recomputed, layer)
         # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
-        if options.compile and parallel.experts is None:
+        if options.compile and (parallel.experts is None or not is_mixture):
             layer.compile()
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
@@ -262,7 +269,7 @@ def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, paralle
         # A pass computes one stage of a rank, and its layers are not next to those of another.
         messages = chain.from_iterable(layers_of_messages(run, options.dtype) for run in runs)
     for together in messages:
-        shard_experts(together, parallel, precision, is_freed=is_freed)
+        shard_experts(together, parallel, precision, stays_gathered=options.stays_gathered)
         fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
     sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
     if options.stays_gathered:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -57,15 +57,25 @@ def in_window(size: int, virtual: int) -> int:
 class Received:
     """What a stage receives for a micro-batch: hidden states [T, D], which the first stage does not receive, and T.
 
-    stage: its number; is_last: whether it is the pipeline's last stage.
+    stage: its number; is_last: whether it is the pipeline's last stage. balance: the sums of the load-balancing loss
+    over the layers of earlier stages; None: there are none.
     """
 
-    def __init__(self, hidden: Tensor | None, width: int, stage: int = 0, *, is_last: bool = False) -> None:
-        self.hidden, self.width, self.stage, self.is_last = hidden, width, stage, is_last
+    def __init__(
+        self,
+        hidden: Tensor | None,
+        width: int,
+        stage: int = 0,
+        *,
+        is_last: bool = False,
+        balance: Tensor | None = None,
+    ) -> None:
+        self.hidden, self.width, self.stage, self.is_last, self.balance = hidden, width, stage, is_last, balance
 
 
 Compute: TypeAlias = Callable[[MicroBatch, "Received | None"], tuple[Tensor, ...]]
-"""Computes the model's outputs of a micro-batch; of a stage before the last, one output, the hidden states [T, D]."""
+"""Computes the model's outputs of a micro-batch; of a stage before the last the hidden states [T, D] and, in training
+with a load-balancing loss, its sums so far."""
 Loss: TypeAlias = Callable[[MicroBatch, tuple[Tensor, ...]], Tensor]
 
 
@@ -112,9 +122,19 @@ class Pipelined:
         peers: PipelinePeers,
         hidden: Tensor,
         before_backward: Callable[[bool], None],
+        replay: Callable[[Tensor | None], None] = lambda _: None,
+        balance: Tensor | None = None,
     ) -> None:
-        """`hidden`: [D], of the device and the dtype of hidden states."""
+        """Take what all passes have in common.
+
+        Args:
+            hidden: [D], of the device and the dtype of hidden states.
+            replay: called before a backward pass, with the recorded experts of its micro-batch: later micro-batches may
+                have changed those that a recomputed layer takes over.
+            balance: of the form of `Received.balance`; None: there is no load-balancing loss.
+        """
         self._peers, self._hidden, self._before_backward = peers, hidden, before_backward
+        self._replay, self._balance = replay, balance
         self._is_connected = False
 
     def forward(
@@ -161,29 +181,36 @@ class Pipelined:
         message = torch.empty(
             (width, *self._hidden.shape), dtype=self._hidden.dtype, device="meta", requires_grad=is_trained
         )
+        sent: tuple[Tensor, ...] = (message,)
+        if is_trained and self._balance is not None:
+            sent = (message, torch.empty_like(self._balance, device="meta", requires_grad=True))
 
-        def function(number: int, own: Iterator[MicroBatch]) -> _Function:
-            is_last = number == peers.num_stages - 1
+        def stage(number: int, own: Iterator[MicroBatch]) -> _Stage:
+            is_last, recorded = number == peers.num_stages - 1, dict[int, Tensor | None]()
+            numbers = count()
 
-            def run(hidden: Tensor | None = None) -> Tensor:
+            def run(hidden: Tensor | None = None, balance: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
                 micro = next(own)
-                outputs = compute(micro, Received(hidden, width, number, is_last=is_last))
-                return finish(micro, outputs) if is_last else outputs[0]
+                if is_trained:
+                    recorded[next(numbers)] = micro.tokens.experts
+                outputs = compute(micro, Received(hidden, width, number, is_last=is_last, balance=balance))
+                return finish(micro, outputs) if is_last else outputs
 
-            return _Function(run)
+            def before_backward(micro: int, is_last_of_rank: bool) -> None:
+                self._replay(recorded.pop(micro))
+                self._before_backward(is_last_of_rank)
 
-        return [
-            _Stage(
-                function(number, own),
+            return _Stage(
+                _Function(run),
                 number,
                 peers.num_stages,
                 self._hidden.device,
-                input_args=() if number == 0 else message,
-                output_args=message,
+                input_args=() if number == 0 else sent,
+                output_args=sent,
                 group=peers.group,
-            ).calling(self._before_backward, is_connected=self._is_connected)
-            for number, own in zip(peers.stages, _shared(micros, peers.virtual), strict=True)
-        ]
+            ).calling(before_backward, is_connected=self._is_connected)
+
+        return [stage(number, own) for number, own in zip(peers.stages, _shared(micros, peers.virtual), strict=True)]
 
 
 def _shared(micros: Iterable[MicroBatch], number: int) -> list[Iterator[MicroBatch]]:
@@ -212,11 +239,11 @@ class _Function(nn.Module):
     """A stage's function as a module without parameters. As FSDP's own module, the schedule would take over its
     gathering and reducing, and keep the stage's parameters and their gradients whole through a step."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._function = function
 
-    def forward(self, *received: Tensor) -> Tensor:
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         return self._function(*received)
 
 
@@ -242,13 +269,13 @@ class _Interleaved(ScheduleInterleaved1F1B):
 
 
 class _Stage(PipelineStage):
-    """A stage that announces its backward passes; the last one is the rank's last, in its first stage.
+    """A stage that announces its backward passes by their micro-batch; the last one is the rank's, in its first stage.
 
     Before a schedule, stages ask each other by messages whether all know the sizes of what they receive, and the host
     waits for the answer. Ours always know; only the first schedule asks, because this also opens the connections.
     """
 
-    def calling(self, before_backward: Callable[[bool], None], *, is_connected: bool) -> _Stage:
+    def calling(self, before_backward: Callable[[int, bool], None], *, is_connected: bool) -> _Stage:
         self._before_backward, self._is_connected = before_backward, is_connected
         return self
 
@@ -263,7 +290,7 @@ class _Stage(PipelineStage):
     ) -> None:
         # Without gradients, the schedule of several stages calls it too.
         if self.has_backward:
-            self._before_backward(last_backward and self.stage_index < self.group_size)
+            self._before_backward(bwd_chunk_id, last_backward and self.stage_index < self.group_size)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 

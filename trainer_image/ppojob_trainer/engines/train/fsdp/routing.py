@@ -10,9 +10,9 @@ choice recorded, a router here takes it over, and weights the experts by its own
 DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) chooses by p + bias, of some groups of experts alone, and weights by p.
 The bias is a buffer: no gradient trains it, and it stays as it is in the checkpoint. So gradients reach the router
 through the weights, as they do without replay. Called by `model` (the routers of a new model), `modules` (the experts
-of a micro-batch) and `balance` (an observer of all choices). The recording stays with the routers until the next pass,
-because gradient checkpointing computes the layers again. In a pipeline, backward passes come later, so the spec refuses
-replay with one.
+of a micro-batch), `engine` and `balance` (an observer of all choices). The recording stays with the routers until the
+next pass, because gradient checkpointing computes the layers again. In a pipeline, other micro-batches come between, so
+the routers get the recording again before a backward pass. A stage takes the part of its layers.
 
 Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
 """
@@ -30,6 +30,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.protocol import Keys, ProtocolError
@@ -43,6 +44,10 @@ OBSERVER: Final = "routing_observer"
 training pass; None: there is none."""
 _RECORDED: Final = "recorded_experts"
 """Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
+_SLICES: Final = "token_slices"
+"""Name of a router's attribute: the slices of the tokens, of which it computes one; None: it computes all tokens."""
+_COMPUTE: Final = "forward_of_family"
+"""Name of a router's attribute: its forward pass without replay."""
 _LEAST_SUM: Final = 1e-20
 """Added to the sum of a token's sigmoid scores, as in transformers."""
 
@@ -59,11 +64,17 @@ _SCORES: Final[Mapping[type[nn.Module], Callable[[Tensor], Tensor]]] = {
 """The scores of the experts [T, E] from a router's logits, float32."""
 
 
-def prepare_routers(model: nn.Module) -> None:
-    """Let the routers of a model take over recorded experts; nothing changes in a model without routers."""
+def prepare_routers(model: nn.Module, slices: TokenSlices | None = None) -> None:
+    """Let the routers of a model take over recorded experts; nothing changes in a model without routers.
+
+    Args:
+        slices: of the tokens, of which the routers compute one; None: they compute all tokens.
+    """
     for _, router in routers(model):
         setattr(router, _RECORDED, None)
         setattr(router, OBSERVER, None)
+        setattr(router, _SLICES, slices)
+        setattr(router, _COMPUTE, router.forward)
         router.register_buffer(DIFFERING, torch.zeros(2, dtype=torch.int64), persistent=False)
         router.forward = MethodType(_route, router)
 
@@ -82,7 +93,7 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
         return
     found = list(routers(backbone))
     if not found:
-        # Stages of a pipeline may have dense layers alone. Nothing is replayed in a pipeline.
+        # Stages of a pipeline may have dense layers alone.
         return
     num_layers, per_token = len(backbone.get_submodule("layers")), int(found[0][1].top_k)  # type: ignore[arg-type]
     if experts is not None and experts.shape[1] != num_layers * per_token:
@@ -90,6 +101,9 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
             f"column {Keys.ROUTED_EXPERTS!r} has {experts.shape[1]} values for each token, and the model has "
             f"{num_layers} layers with {per_token} experts of a token: record the experts of the model that is trained"
         )
+    slices: TokenSlices | None = getattr(found[0][1], _SLICES)
+    if experts is not None and slices is not None:
+        experts = experts[slices.place(len(experts))]
     of_layers = None if experts is None else experts.view(-1, num_layers, per_token)
     for layer, router in found:
         setattr(router, _RECORDED, None if of_layers is None else of_layers[:, layer])
@@ -100,11 +114,13 @@ def differing_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
 
     Of updates with recorded experts alone: empty without them. A choice is one expert of one token in one layer.
     """
-    counts = [router.get_buffer(DIFFERING) for _, router in routers(backbone)]
-    # A stage of a pipeline has no routers and no recording.
-    if not counts or parallel.pipeline is not None:
+    config: Any = backbone.config
+    if num_experts(config) is None:
         return {}
-    differing, compared = parallel.sum_of_ranks(torch.stack(counts).sum(dim=0)).tolist()
+    counts = [router.get_buffer(DIFFERING) for _, router in routers(backbone)]
+    # Stages of a pipeline may have dense layers alone.
+    mine = torch.stack(counts).sum(dim=0) if counts else torch.zeros(2, dtype=torch.int64)
+    differing, compared = parallel.sum_of_ranks(mine).tolist()
     for count in counts:
         count.zero_()
     return {f"{role}/routing_differs": differing / compared} if compared else {}
@@ -121,7 +137,7 @@ def routers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As transformers' router: return logits [T, E], the weights of the chosen experts [T, K], and the experts."""
-    logits, weights_TK, own_TK = type(router).forward(router, hidden_states)
+    logits, weights_TK, own_TK = getattr(router, _COMPUTE)(hidden_states)
     recorded: Tensor | None = getattr(router, _RECORDED)
     observer = getattr(router, OBSERVER) if router.training else None
     if recorded is None and observer is None:

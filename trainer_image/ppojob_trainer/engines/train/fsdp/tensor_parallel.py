@@ -2,6 +2,8 @@
 
     q, k, v, gate, up     by their outputs: a rank computes its heads and its part of the hidden layer
     o, down               by their inputs: the ranks' results are summed
+    router                whole on each rank, which computes a slice of the tokens (`token_slices`)
+    fused experts         not divided here (`experts`)
     everything else       whole on each rank: embeddings, norms, output layer, value head
 
 Shoeybi et al. 2019, arXiv 1909.08053, section 3: two sums over the ranks in a layer's forward pass (of the outputs of o
@@ -67,11 +69,15 @@ class _Style:
 
 
 _WHOLE: Final = _Style()
+_IN_PARTS: Final = "replicated_with_grad_allreduce"
+_SLICED: Final = frozenset({"mixtral", "qwen3_moe"})
+"""Mixtures whose blocks have a router and fused experts alone, and so can compute a slice of the tokens."""
+_ROUTER: Final = "layers.*.mlp.gate"
 _STYLES: Final[dict[str, _Style]] = {
     "colwise": _Style(dim=0, parts=True),
     "rowwise": _Style(dim=1, parts=True),
     # Norms of single heads, of which each rank has some.
-    "replicated_with_grad_allreduce": _Style(parts=True),
+    _IN_PARTS: _Style(parts=True),
 }
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
@@ -93,6 +99,9 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     for part in list(module.modules()):
         if not any(True for _ in part.parameters(recurse=False)) or (is_tied and part is output):
             continue
+        if any(parameter.ndim == 3 for parameter in part.parameters(recurse=False)):
+            # Fused experts: `experts` divides them over other ranks.
+            continue
         name = names.get(part, "")
         style = next((style for pattern, style in styles.items() if pattern.fullmatch(name)), _WHOLE)
         _divide(part, mesh, style, WithParts if part in in_layers else _copied_with_parts)
@@ -109,7 +118,10 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
     """Return transformers' plan for the layers of this family; empty if it has none."""
     # The plan of the class: an instance adds its embedding, which is whole on each rank here.
-    return getattr(type(config), "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or {}
+    if config.model_type not in _SLICED:
+        return plan
+    return {name: style for name, style in plan.items() if ".experts" not in name} | {_ROUTER: _IN_PARTS}
 
 
 def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[Tensor], Placement]) -> None:
@@ -165,7 +177,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
         compute: Any = type(self).forward
         output: Tensor = compute(substitute(self, parts), first, *others, **options)
         if style.by_inputs:
-            output = _sum_of_parts(output, group)
+            output = sum_of_parts(output, group)
         return output if bias is None else output + bias
 
     module.forward = MethodType(forward, module)
@@ -236,7 +248,7 @@ def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return found
 
 
-def _sum_of_parts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_of_parts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of all ranks' tensors; its gradient is the gradient of each (g of the paper's figure 3)."""
     found: Tensor = _SumOfParts.apply(tensor, group)  # type: ignore[no-untyped-call]
     return found

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
-from ppojob_trainer.engines.train.mesh import SHARD
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
 

@@ -1,0 +1,149 @@
+"""Processes outlive an attempt that lost others, and the next attempt in the same Ray cluster continues with them.
+
+Attempts are separate processes, as the operator submits them. The first one is killed itself and the second one is
+stopped, so all models continue in the third one. That one loses its rollout, so the fourth one takes over critic,
+reference and reward, and starts the actor's pool again. The numbers are those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from ray.cluster_utils import Cluster
+
+from ppojob_api.v1alpha1.progress import FailureRecord
+from ppojob_api.v1alpha1.resolve import JobFile
+from ppojob_trainer.main.connection import local_resources
+from tests.integration.trainer.runs import (
+    LIMIT_S,
+    STEPS,
+    Run,
+    assert_same_steps,
+    assert_same_weights,
+    checkpointed_spec,
+    job_of,
+    log_of,
+    records_of,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
+
+OF_ACTORS_POOL = {"actor-0", "rollout-0"}
+OF_CRITICS_POOL = {"critic-0", "ref-0"}
+RESUMED = ": resuming after step "
+KEPT = "restart/kept_processes"
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    """A separate Ray, which outlives the attempts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        started: Any = Cluster(  # type: ignore[no-untyped-call]
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 2,
+                "include_dashboard": False,
+                "resources": local_resources(job_of(Path("/"), checkpointed_spec(Path("/"))).spec),
+                "object_store_memory": 2**30,
+            },
+        )
+        patch.setenv("RAY_ADDRESS", started.address)
+        try:
+            yield
+        finally:
+            started.shutdown()
+
+
+@contextmanager
+def attempt(number: int, root: Path, job: JobFile) -> Iterator[subprocess.Popen[bytes]]:
+    """Start an attempt with the command that the operator submits."""
+    text = job.encode()
+    (root / "job.json").write_text(text)
+    command = [sys.executable, "-m", "ppojob_trainer.main", "--job", str(root / "job.json")]
+    about = ["--hash", JobFile.digest(text), "--generation", "1", "--attempt", str(number)]
+    with (root / "output.txt").open("ab") as output:
+        driver = subprocess.Popen([*command, *about], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait(60)
+
+
+def processes(root: Path) -> dict[str, psutil.Process]:
+    """Return the processes of models that run now, by role and rank: each has a child that copies its output."""
+    found = {}
+    for copier in psutil.process_iter(["cmdline", "ppid"]):
+        match copier.info["cmdline"]:
+            case ["tee", "-a", path] if Path(path).is_relative_to(root):
+                found[Path(path).stem] = psutil.Process(copier.info["ppid"])
+    return {name: found[name] for name in found.keys() & (OF_ACTORS_POOL | OF_CRITICS_POOL)}
+
+
+def is_saved(root: Path, step: int) -> bool:
+    return (root / "checkpoints" / f"step-{step}").is_dir()
+
+
+def failure_of(root: Path) -> FailureRecord:
+    """Return why the last attempt failed."""
+    record = FailureRecord.from_log(log_of(root))
+    assert record is not None, log_of(root)
+    return record
+
+
+def test_the_processes_of_other_pools_go_on_and_no_number_changes(
+    cluster: None, undisturbed: Run, model: Path, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, checkpointed_spec(model))
+    until: Callable[..., None] = partial(wait_until, root=tmp_path)
+
+    with attempt(0, tmp_path, job) as driver:
+        until(lambda: is_saved(tmp_path, 1), driver, "the checkpoint of step 1")
+        first = processes(tmp_path)
+        assert first.keys() == OF_ACTORS_POOL | OF_CRITICS_POOL
+        engine = next(child for child in first["rollout-0"].children() if child.name().startswith("VLLM"))
+        driver.send_signal(signal.SIGKILL)
+
+    with attempt(1, tmp_path, job) as driver:
+        until(lambda: log_of(tmp_path).count(RESUMED) == 1, driver, "the second attempt resumes")
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(LIMIT_S) != 0
+    assert failure_of(tmp_path).reason == "Interrupted"
+
+    with attempt(2, tmp_path, job) as driver:
+        until(lambda: log_of(tmp_path).count(RESUMED) == 2, driver, "the third attempt resumes")
+        assert processes(tmp_path) == first, "all processes continue"
+        os.kill(first["rollout-0"].pid, signal.SIGKILL)
+        assert driver.wait(LIMIT_S) != 0
+    failure = failure_of(tmp_path)
+    assert (failure.reason, failure.only_processes) == ("WorkerLost", True), log_of(tmp_path)
+    assert failure.message.startswith("rollout rank 0 was lost")
+    assert psutil.wait_procs([engine], timeout=30)[1] == [], "vLLM's core ends with its owner, and releases its memory"
+
+    with attempt(3, tmp_path, job) as driver:
+        until(lambda: processes(tmp_path).keys() >= OF_ACTORS_POOL, driver, "the actor's new process")
+        second = processes(tmp_path)
+        assert driver.wait(LIMIT_S) == 0, log_of(tmp_path)
+    assert {name for name, process in second.items() if process == first.get(name)} == OF_CRITICS_POOL
+    assert processes(tmp_path) == {}, "the last attempt ends what it took over"
+
+    kept = [record[KEPT] for record in records_of(tmp_path).values() if KEPT in record]
+    assert (kept[0], kept[-1]) == (0.0, 3.0), "the second and the third attempt may not have finished a step"
+    log = tmp_path / "logs" / "attempt-3" / "critic-0.log"
+    assert str(tmp_path / "logs" / "attempt-0" / "critic-0.log") in log.read_text()
+    found = Run(tmp_path)
+    assert len(found.records) == STEPS + 1
+    assert_same_steps(found, undisturbed, rel=1e-4, absolute=1e-6)
+    assert_same_weights(found, undisturbed, model)
