@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +18,14 @@ def run_two_ranks(module: ModuleType, arguments: Sequence[object], *, limit: flo
 
 
 def run_ranks(
-    num_ranks: int, module: ModuleType, arguments: Sequence[object], *, limit: float, **environment: str
+    num_ranks: int,
+    module: ModuleType,
+    arguments: Sequence[object],
+    *,
+    limit: float,
+    gpus: Sequence[int] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+    **environment: str,
 ) -> None:
     """Run `python -m MODULE RANK ARGUMENTS...` for each rank to its end; all must exit with 0.
 
@@ -26,6 +33,8 @@ def run_ranks(
 
     Args:
         limit: longest wait for a rank, in seconds. Ranks that still run are killed.
+        gpus: number of each rank's GPU; None: the rank.
+        meanwhile: is called while they run.
         environment: more variables of the processes.
     """
     settings = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4", **environment}
@@ -33,11 +42,12 @@ def run_ranks(
         subprocess.Popen(
             [sys.executable, "-m", module.__name__, str(rank), *map(str, arguments)],
             cwd=PROJECT,
-            env={**settings, VISIBLE_GPUS: gpu(rank)},
+            env={**settings, VISIBLE_GPUS: gpu(number)},
         )
-        for rank in range(num_ranks)
+        for rank, number in enumerate(range(num_ranks) if gpus is None else gpus)
     ]
     try:
+        meanwhile()
         codes = [rank.wait(limit) for rank in ranks]
     finally:
         for rank in ranks:

@@ -11,6 +11,14 @@ from typing import Any
 FOR_EVER = 10**6
 
 
+def meets(*, solution_str: str, marks: str, **_: Any) -> float:
+    """Return 1 as soon as so many processes as the response says have one at the same time."""
+    Path(marks, f"{os.getpid()}").touch()
+    while len(list(Path(marks).iterdir())) < int(solution_str):
+        time.sleep(0.02)
+    return 1.0
+
+
 def compute_score(*, solution_str: str, marks: str = "", **_: Any) -> Any:
     """Do what the response says, else return its length."""
     if marks:

@@ -1,14 +1,13 @@
-"""The replicas of a rollout, as groups that answer from a table."""
+"""The replicas of a rollout, as groups that answer from a table, and the weight links that were broken off."""
 
 from __future__ import annotations
 
 import pytest
 
+from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.worker_groups.roles import weights
 from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker
-from tests.unit.trainer.worker_groups.fake_processes import (
-    Processes,
-    receipt,
-)
+from tests.unit.trainer.worker_groups.fake_processes import Processes, receipt
 
 
 @pytest.fixture
@@ -24,3 +23,11 @@ def replicas() -> Processes:
 @pytest.fixture
 def holders() -> Processes:
     return Processes(2, {GpuHolder.visible_gpu: lambda: ["1", "3"]})
+
+
+@pytest.fixture(autouse=True)
+def broken_off(monkeypatch: pytest.MonkeyPatch) -> list[WeightLink]:
+    """Return the list of links that were broken off; nobody listens at their addresses."""
+    found: list[WeightLink] = []
+    monkeypatch.setattr(weights, "break_off", found.append)
+    return found

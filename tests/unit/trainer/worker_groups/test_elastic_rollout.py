@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
+from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.worker_groups.elastic_nodes import EnginePlace, FoundNodes, NodesOfPool
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError, WorkerFailedError, WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.roles import elastic_rollout
@@ -291,7 +292,9 @@ def places_told_of(pool: Pool) -> Any:
     return [[(one.address, number) for one, number in each] for each in told]
 
 
-async def test_an_engine_that_is_lost_in_a_push_costs_one_more_push(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_is_lost_in_a_push_costs_one_more_push(
+    caplog: pytest.LogCaptureFixture, broken_off: list[WeightLink]
+) -> None:
     pool, sender = pool_of(1, A, B), actor()
     weights = WeightsGroup(as_group(sender), [pool.rollout], spec_of())
     await pool.rollout.load()
@@ -315,6 +318,7 @@ async def test_an_engine_that_is_lost_in_a_push_costs_one_more_push(caplog: pyte
 
     assert pool.rollout.ranks == [0]
     assert "the weights are sent again, without the engines that were lost meanwhile" in caplog.text
+    assert [(link.address, link.num_receivers) for link in broken_off] == [("rank 0", 2)], "the actor would wait"
     again = len([call for call in pool.replicas.calls if call == ("update_weights", 0)])
     assert again == weights_of_first + 2
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
-from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, link_plans
+from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, link_plans
 from ppojob_trainer.worker_groups.errors import (
     WorkerFailedError,
     WorkerGroupError,
@@ -198,7 +198,7 @@ def test_workers_of_a_lost_engine_receive_nothing() -> None:
     "failure", [WorkerLostError("actor rank 0 was lost during push_weights"), failed(RuntimeError("CUDA error"))]
 )
 async def test_engines_that_wait_for_an_actor_that_failed_are_not_asked(
-    replicas: Processes, failure: WorkerGroupError
+    replicas: Processes, failure: WorkerGroupError, broken_off: list[WeightLink]
 ) -> None:
     spec, sender = spec_of({"actor": "train"}), actor()
     weights = WeightsGroup(as_group(sender), [group_of(spec, replicas)], spec)
@@ -212,3 +212,4 @@ async def test_engines_that_wait_for_an_actor_that_failed_are_not_asked(
 
     assert found.value is failure
     assert len(asked) == len(replicas), "once, before the push"
+    assert broken_off, "the engines would wait for the actor"

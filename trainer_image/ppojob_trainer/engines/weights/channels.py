@@ -1,14 +1,18 @@
 """How buckets of bytes get from a trainer's rank to rollout replicas: gloo, NCCL, or memory of a shared GPU.
 
 Called by `sender` and `receiver`, which say what the bytes are. Process groups here exist beside the default one, so a
-vLLM worker, which has its own, can join. Every wait has the channel's limit.
+vLLM worker, which has its own, can join. Every wait has the limit of the link's store, and ends when the link is broken
+(`waiting`), except over gloo, which notices a lost connection by itself.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,9 +24,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ppojob_trainer.engines.network import local_address
 from ppojob_trainer.engines.transports import CUDA_IPC, GLOO, NcclLog, Transports
+from ppojob_trainer.engines.weights.waiting import BrokenLinkError, mark_broken, meet, value_of, wait_until
+
+logger = logging.getLogger(__name__)
 
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 """Variable with gloo's network interfaces, with commas between them; torch's own groups read it too."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_ABORT_LIMIT_S = 5.0
+"""Seconds for closing a link over NCCL before the next one is opened; what lasts longer continues beside it."""
 
 
 class Channel(Protocol):
@@ -45,11 +55,11 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """End the channel on this side; it may be called again.
+        """End the channel on this side, without waiting for the others; it may be called again."""
+        ...
 
-        It does not wait for the other sides, and what is under way is broken off. Over gloo, those that wait for this
-        side fail at once; over NCCL, at the latest at the link's limit.
-        """
+    def break_off(self) -> None:
+        """End the channel, and make the other sides fail where they wait."""
         ...
 
 
@@ -59,16 +69,17 @@ def open_channel(
     """Join the other ranks through `store` and return the channel.
 
     Raises:
-        RuntimeError: not all ranks joined in time (torch's error, with its reason).
+        RuntimeError: not all ranks joined in time, or one was lost meanwhile.
         ValueError: unknown backend.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    meet(store, rank, size)
     if backend == "gloo":
         others = {GLOO: size - 1} if rank == 0 else {}
-        return _GroupChannel(_gloo(store, rank, size, timeout), device, lambda: others)
+        return _GlooChannel(_gloo(store, rank, size, timeout), store, device, lambda: others)
     if backend == "nccl":
         log = NcclLog()
-        return _GroupChannel(_nccl(store, rank, size, timeout, device), device, log.take)
+        return _NcclChannel(_nccl(store, rank, size, timeout, device), store, device, log.take)
     if backend == "cuda_ipc":
         return _SharedMemoryChannel(store, rank, size, device)
     raise ValueError(f"unknown backend {backend!r} for weights: gloo, nccl or cuda_ipc")
@@ -77,8 +88,8 @@ def open_channel(
 class _GroupChannel:
     """Broadcasts from rank 0 of a process group."""
 
-    def __init__(self, group: Any, device: torch.device, seen: Callable[[], Transports]) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: Any, store: TCPStore, device: torch.device, seen: Callable[[], Transports]) -> None:
+        self._group, self._store, self._device = group, store, device
         # The first collective opens the connections; if it fails here, the cause is clearer than in a transfer.
         try:
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
@@ -102,20 +113,55 @@ class _GroupChannel:
         self.receive(num_bytes)
 
     def close(self) -> None:
-        # gloo closes its connections when its group is gone. NCCL's `shutdown` would wait until all sides on this host
-        # have called it (ncclCommDestroy), and the receivers close theirs only when they connect again.
         group, self._group = self._group, None
-        if group is None:
-            return
-        if self._device.type == "cuda":
-            group.abort()
-        else:
-            group.shutdown()
+        if group is not None:
+            self._close(group)
 
-    def _broadcast(self, buffer: Tensor) -> None:
+    def break_off(self) -> None:
+        mark_broken(self._store)
+        self.close()
+
+    def _begin(self, buffer: Tensor) -> Any:
+        """Begin a broadcast; return torch's object for it."""
+        if self._group is None:
+            raise BrokenLinkError("this end of the weight link is closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([buffer], options).wait()
+        return self._group.broadcast([buffer], options)
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        raise NotImplementedError
+
+    def _close(self, group: Any) -> None:
+        raise NotImplementedError
+
+
+class _GlooChannel(_GroupChannel):
+    """It needs no look at the store: gloo closes its connections when its group is gone, and the other sides fail."""
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        # In no variable: an error's frames would keep it, and it keeps the connections open.
+        self._begin(buffer).wait()
+
+    def _close(self, group: Any) -> None:
+        group.shutdown()
+
+
+class _NcclChannel(_GroupChannel):
+    """It waits itself: torch would end the process at the limit, and wait until then for a side that is gone."""
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        work = self._begin(buffer)
+        wait_until(work.is_completed, self._store, "a part of the weights")
+        # It raises NCCL's error, if there was one, and makes the current stream wait.
+        work.wait()
+
+    def _close(self, group: Any) -> None:
+        # `shutdown` waits until all sides on this host have called it (ncclCommDestroy); without cuMem host memory, so
+        # does `abort` (NVIDIA/nccl#2106). The receivers close their side only when they connect again.
+        closing = threading.Thread(target=_abort, args=[group], name="closes-weight-link", daemon=True)
+        closing.start()
+        closing.join(_ABORT_LIMIT_S)
 
 
 class _SharedMemoryChannel:
@@ -129,7 +175,7 @@ class _SharedMemoryChannel:
         mine, theirs = ("sender", "receiver") if rank == 0 else ("receiver", "sender")
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         store.set(f"gpu/{mine}", uuid)
-        other = store.get(f"gpu/{theirs}").decode()
+        other = value_of(store, f"gpu/{theirs}").decode()
         if other != uuid:
             raise RuntimeError(f"sender and receiver are on different GPUs, {uuid} and {other}: use nccl")
 
@@ -143,7 +189,7 @@ class _SharedMemoryChannel:
         handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         self._store.set(f"memory/{self._number}", pickle.dumps(handle).hex())
         # The buffer must stay unchanged until the receiver has copied it.
-        self._store.get(f"copied/{self._number}")
+        value_of(self._store, f"copied/{self._number}")
         self._number += 1
 
     def receive(self, num_bytes: int) -> Tensor:
@@ -163,7 +209,7 @@ class _SharedMemoryChannel:
 
     def _shared(self) -> Tensor:
         """Wait for the next buffer of the sender, and map it."""
-        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get(f"memory/{self._number}").decode()))
+        rebuild, arguments = pickle.loads(bytes.fromhex(value_of(self._store, f"memory/{self._number}").decode()))
         shared: Tensor = rebuild(*_on_device(arguments, self._device))
         return shared
 
@@ -173,6 +219,10 @@ class _SharedMemoryChannel:
 
     def close(self) -> None:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+    def break_off(self) -> None:
+        mark_broken(self._store)
+        self.close()
 
 
 def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
@@ -204,6 +254,28 @@ def _gloo_devices(towards: str) -> list[Any]:
 def _nccl(store: TCPStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+    with _no_watchdog():
+        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
     group.eager_connect_single_device(device)
     return group
+
+
+@contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """Have a group of NCCL raise its errors. Otherwise, torch ends the process from a thread when a transfer fails."""
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except (dist.DistError, RuntimeError) as error:
+        logger.warning("a weight link over NCCL was not closed in order: %s", error)

@@ -32,6 +32,7 @@ from ppojob_trainer.engines.weights.channels import Channel, open_channel
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt, receipt_of
 from ppojob_trainer.engines.weights.sums import agree, num_sums
+from ppojob_trainer.engines.weights.waiting import value_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,9 @@ class WeightReceiver:
         """
         key = announcement_key(self._num_receipts)
         try:
-            announced = Announcement.from_text(self._store.get(key))
+            announced = Announcement.from_text(value_of(self._store, key))
         except (dist.DistError, RuntimeError) as error:
-            raise WeightLinkError(
-                f"the trainer did not begin to send version {version} within {self._link.timeout_seconds:g} s"
-            ) from error
+            raise WeightLinkError(f"the trainer did not begin to send version {version}: {error}") from error
         self._num_receipts += 1
         if announced.is_divided and not self._is_divided:
             self._buckets = buckets_from_text(self._store.get(DIVIDED_BUCKETS))
@@ -141,8 +140,7 @@ class WeightStream:
     def drain(self, error: BaseException | None = None) -> None:
         """Take what is left of the push, and drop it. Nothing is left after a failure of the connection.
 
-        If there is no memory for a bucket, the channel is closed: over gloo, the sender fails at once; over NCCL, it
-        waits until the limit of the link.
+        If there is no memory for a bucket, the link is broken off: the sender fails, and the other receivers with it.
 
         Args:
             error: why the reader stopped; what its frames hold, such as tensors of a bucket, is released.
@@ -157,7 +155,7 @@ class WeightStream:
         except (dist.DistError, RuntimeError) as failure:
             logger.warning("the rest of version %d of the weights did not come: %s", self._announced.version, failure)
             if isinstance(failure, torch.OutOfMemoryError):
-                self._channel.close()
+                self._channel.break_off()
 
     def _receive(self) -> Tensor:
         num_bytes = next(self._unread)

@@ -48,6 +48,7 @@ from ppojob_trainer.engines.weights.channels import Channel, open_channel
 from ppojob_trainer.engines.weights.plans import LinkPlan, WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt, receipt_of
 from ppojob_trainer.engines.weights.sums import sums_of
+from ppojob_trainer.engines.weights.waiting import value_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class WeightSender:
                 for link_end in self._link_ends:
                     link_end.send(tensor)
         except WeightLinkError:
-            # The other receivers would wait until the limit of their links. The next push connects again.
+            # The other receivers would wait. The next push connects again.
             for link_end in self._link_ends:
                 link_end.close()
             # The other ranks gather the remaining tensors, and would wait for this one.
@@ -213,7 +214,7 @@ class _LinkEnd:
     def _divide(self, store: TCPStore) -> bool:
         """Take over the boxes that the receivers asked for; return whether they are the same for all."""
         try:
-            wanted = {store.get(boxes_key(rank)) for rank in range(1, 1 + len(self._plan.receivers))}
+            wanted = {value_of(store, boxes_key(rank)) for rank in range(1, 1 + len(self._plan.receivers))}
         except (dist.DistError, RuntimeError) as error:
             raise WeightLinkError(
                 f"not all rollout workers {list(self._plan.receivers)} asked for their part of the weights within "
@@ -245,9 +246,9 @@ class _LinkEnd:
         return self._sending.receipt()
 
     def close(self) -> None:
-        """Close the connection; receivers that wait for this side fail, see `Channel.close`."""
+        """Close the connection; receivers that wait for this side fail."""
         if self._channel is not None:
-            self._channel.close()
+            self._channel.break_off()
         # Those that wait at the store fail when it is gone.
         self._channel = self._store = self._sending = None
 

@@ -24,6 +24,7 @@ from ppojob_trainer.engines.errors import RendezvousError, RolloutMemoryError, W
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, link_plans
 from ppojob_trainer.engines.weights.receipts import Receipt, verify
+from ppojob_trainer.engines.weights.waiting import break_off
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError, WorkerOutOfMemoryError
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
@@ -92,6 +93,8 @@ class WeightsGroup:
         """See `WeightsPort`."""
         self._connection: _Connection | None = None
         """None: nothing is connected, or a push has failed."""
+        self._links: list[WeightLink] = []
+        """Those that were opened last."""
         self._wait_s = max(1.0, spec.trainer.phase_timeout_seconds - _BEFORE_THE_LIMIT_S)
 
     @property
@@ -121,6 +124,7 @@ class WeightsGroup:
         connection = _Connection(self._members(), self._link_plans(), self._receiving())
         plans_of = [[plan for plan in connection.plans if plan.sender_rank == rank] for rank in range(len(self._actor))]
         links_of = await self._of_actor(self._actor.call(ActorWorker.open_weights, plans_of))
+        self._links = [link for links in links_of for link in links]
         places: dict[int, tuple[WeightLink, int]] = {}
         for plans, links in zip(plans_of, links_of, strict=True):
             for plan, link in zip(plans, links, strict=True):
@@ -233,19 +237,26 @@ class WeightsGroup:
             try:
                 return await work()
             except _ActorError as failure:
-                # Engines that still wait for the actor would not answer.
+                # Engines that wait for the actor can then serve the next attempt.
+                await self._break_off()
                 raise failure.error from failure.error.__cause__
             except WorkerGroupError as failure:
                 if isinstance(failure, WorkerOutOfMemoryError) or isinstance(failure.__cause__, RolloutMemoryError):
                     # No loss: the others would follow. They may still wait for the actor, and would not answer.
                     raise
-                # The remaining ranks have an open connection to the lost engine.
+                # The remaining ranks have an open connection to the lost engine, and may wait for it.
                 self._connection = None
+                await self._break_off()
                 await asyncio.gather(*(rollout.find_lost() for rollout in self._rollouts))
                 if number == _MAX_TRIES or before == self._members():
                     raise
                 logger.warning("%s: the weights are sent again, without the engines that were lost meanwhile", failure)
         raise AssertionError("the last try returns or raises")
+
+    async def _break_off(self) -> None:
+        """Make the actor and the engines fail where they wait for each other over the links."""
+        links, self._links = self._links, []
+        await asyncio.gather(*(asyncio.to_thread(break_off, link) for link in links))
 
     async def _of_actor(self, answer: Awaitable[T]) -> T:
         """Await the actor's answer.
