@@ -50,7 +50,8 @@ class Need:
 
     resident: stays allocated between the role's phases. activations: of a full micro-batch. gathered: further bytes if
     the model stays gathered through an optimizer step. is_returned: the role's allocator returns its memory after the
-    role's phases; after_passes: but these bytes only after the update.
+    role's phases; after_passes: but these bytes only after the update. push: the most bytes while weights are sent; 0
+    if the role sends none, or it is unknown.
     """
 
     role: str
@@ -62,6 +63,7 @@ class Need:
     gathered: float = 0.0
     is_returned: bool = False
     after_passes: float = 0.0
+    push: float = 0.0
 
     @property
     def idle(self) -> float:
@@ -82,29 +84,33 @@ class Need:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory on each GPU of a pool at the two times when it is highest, in bytes.
+    """Memory on each GPU of a pool at the times when it is highest, in bytes.
 
-    training: while the pool's roles compute, with engines that do not sleep. generation: while engines generate.
-    engine: vLLM's share. processes: of them for CUDA and NCCL.
+    training: while the pool's roles compute, with engines that do not sleep. push: while the actor sends weights.
+    generation: while engines generate. engine: vLLM's share. processes: of them for CUDA and NCCL.
     """
 
     training: float
+    push: float
     generation: float
     engine: float
     processes: float
 
     @property
     def most(self) -> float:
-        """The higher of the two."""
-        return max(self.training, self.generation)
+        """The highest of them."""
+        return max(self.training, self.push, self.generation)
 
 
-def pool_memory(spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]], gpu_bytes: float) -> PoolMemory:
+def pool_memory(
+    spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]], gpu_bytes: float, weights: float = 0.0
+) -> PoolMemory:
     """Add up the memory of a pool's processes, without what CUDA and NCCL need (`processes` has it).
 
     Args:
         peaks: each role of the pool, with the most bytes that its own phases need.
         gpu_bytes: memory of a GPU.
+        weights: of an engine on each of its GPUs. A sleeping engine has allocated only these when it receives others.
     """
     has_rollout = pool in spec.placement.rollout_pools
     engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
@@ -113,9 +119,17 @@ def pool_memory(spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]]
     # Of the roles that return their memory, one computes at a time.
     training = kept + max((peak - need.idle for need, peak in peaks if need.is_returned), default=0.0)
     resident = sum(need.resident for need, _ in peaks)
+    # Beside engines that slept, the other roles have returned their memory.
+    others = [need.resident if sleeps else need.idle if need.is_returned else peak for need, peak in peaks]
+    pushing = (
+        need.push + sum(others) - other + (weights if sleeps else engine)
+        for (need, _), other in zip(peaks, others, strict=True)
+        if need.push
+    )
     workers = sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
     return PoolMemory(
         training=training + (0.0 if sleeps else engine),
+        push=max(pushing, default=0.0),
         generation=engine + (resident if sleeps else kept),
         engine=engine,
         processes=(len(peaks) + has_rollout + workers) * _OF_A_PROCESS,

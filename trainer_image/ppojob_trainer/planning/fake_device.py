@@ -7,9 +7,10 @@ gives the same bytes and takes seven times as long, because it copies the statis
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import attention, offload
+from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, offload
 from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh
 from ppojob_trainer.maths import log_probs
 
@@ -142,7 +143,11 @@ def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
     rank = stage * dims.of_stage
     dist.init_process_group("fake", rank=rank, world_size=dims.world_size, store=FakeStore())
     try:
-        with _replaced(_PipelineSchedule, "_warmup_p2p", _agree), _replaced(expert, "_read", _evenly):
+        with (
+            _replaced(_PipelineSchedule, "_warmup_p2p", _agree),
+            _replaced(expert, "_read", _evenly),
+            _replaced(expert_blocks, "_rows_of_all", _all_of_another),
+        ):
             yield create_mesh(torch.device("cpu"), rank, dims, _ANY_TIMEOUT)
     finally:
         dist.destroy_process_group()
@@ -152,6 +157,18 @@ def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
     """Stages ask each other whether all know the sizes of their messages, as ours do. Fake ranks do not answer."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
+
+
+class _AllRows(dict[str, tuple[int, int]]):
+    """The rows of a rank that has all experts of every parameter."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return 0, sys.maxsize
+
+
+def _all_of_another(own: Mapping[str, Tensor]) -> list[dict[str, tuple[int, int]]]:
+    """Have this rank receive all experts in blocks: a block takes as much memory on the rank that sends it."""
+    return [{} if rank == dist.get_rank() else _AllRows() for rank in range(max(2, dist.get_world_size()))]
 
 
 def _evenly(sizes: Tensor, num_rows: int) -> list[list[int]]:

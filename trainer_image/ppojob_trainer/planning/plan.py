@@ -127,6 +127,7 @@ def _planned(role: PlannedRole, measured: Measured, gathered: Mapping[str, bool]
         activations=peak - measured.weights - measured.gradients - moments,
         is_returned=role.offloads_parameters or role.offloads_moments,
         after_passes=measured.forward - measured.weights if only_moments else 0,
+        push=measured.push + (0 if role.offloads_moments else moments) if measured.push else 0,
     )
     return RolePlan(role, measured, need, peak, gathered.get(role.name, False))
 
@@ -152,7 +153,8 @@ def _pool(spec: PPOJobSpec, name: str, gpu: Gpu, planned: Mapping[str, RolePlan]
     if name in spec.placement.rollout_pools:
         actor = planned["actor"]
         engine = plan_engine(spec, name, actor.role.config, actor.measured.num_parameters, gpu.memory)
-    memory = pool_memory(spec, name, [(found.need, found.peak) for found in roles], gpu.memory)
+    weights = 0.0 if engine is None else engine.weights
+    memory = pool_memory(spec, name, [(found.need, found.peak) for found in roles], gpu.memory, weights)
     found = PoolPlan(name, gpu, roles, engine, memory)
     return found if found.fits else replace(found, changes=remedies(spec, found, gpu))
 

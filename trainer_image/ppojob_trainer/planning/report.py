@@ -53,6 +53,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
             "fits": pool.fits,
             "changes": list(pool.changes),
             "training": pool.memory.training,
+            "push": pool.memory.push,
             "generation": pool.memory.generation,
             "processes": pool.memory.processes,
             "rollout": None if pool.engine is None else vars(pool.engine),
@@ -133,6 +134,8 @@ def _pool(pool: PoolPlan) -> Table:
         table.add_row("rollout (vLLM's share)", *[""] * 5, _gb(memory.engine))
     table.add_row("CUDA and NCCL", *[""] * 5, _gb(memory.processes))
     table.add_row("while roles compute", *[""] * 5, _gb(memory.training + memory.processes))
+    if memory.push:
+        table.add_row("while weights are sent", *[""] * 5, _gb(memory.push + memory.processes))
     if pool.engine is not None:
         table.add_row("while engines generate", *[""] * 5, _gb(memory.generation + memory.processes))
     verdict = "fits" if pool.fits else "does not fit"

@@ -3,6 +3,7 @@
     build    the role's own module on the meta device: divided, sharded, with adapters
     pass     log-probs or values of a full micro-batch, without backward
     update   forward, backward and AdamW's step on a full micro-batch, beside the gradients of the one before
+    push     the actor's weights, gathered for the engines
 
 Called by `plan`. The engines' modules, FSDP, schedule, optimizer and losses are those of a real run; layers are not
 compiled. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, three ranks are measured:
@@ -38,8 +39,10 @@ from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import Pipelined, Received, in_window
 from ppojob_trainer.engines.train.fsdp.reward import build_reward_model
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import Objective, PolicyObjective, ValueObjective
+from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.planning.fake_device import LiveBytes, as_on_cuda, fake_ranks
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -74,7 +77,8 @@ class Work:
 class Measured:
     """Bytes of one rank, beside the parameters of the whole model. layer_parameters: that compute for a token.
 
-    forward, update: most live bytes in a pass without backward, and in an optimizer step. traffic, update_traffic:
+    forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
+    are sent to the engines, without moments; 0 if the role sends none. traffic, update_traffic:
     bytes that the rank receives from others for one micro-batch of such a pass, by kind. step_traffic: once in an
     optimizer step; without a pipeline it is part of update_traffic. Of a pipeline, each number is the most of any
     rank.
@@ -87,6 +91,7 @@ class Measured:
     optimizer: int = 0
     forward: int = 0
     update: int = 0
+    push: int = 0
     traffic: Counter[str] = field(default_factory=Counter)
     update_traffic: Counter[str] = field(default_factory=Counter)
     step_traffic: Counter[str] = field(default_factory=Counter)
@@ -121,6 +126,8 @@ def measure_stage(work: Work, stage: int) -> Measured:
             schedule = _Schedule.of(work, module, micro, parallel)
             found = Measured(num_parameters, live.now, layer_parameters)
             found = _forward(work, module, micro, schedule, live, found)
+            if work.kind == "actor":
+                found = replace(found, push=_pushed(work, cast(PolicyModule, module), live))
             if work.training is None:
                 return found
             assert micro is not None, "a reward model is not trained"
@@ -128,7 +135,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
 
 
 def _most(stages: Sequence[Measured]) -> Measured:
-    numbers = ("weights", "gradients", "optimizer", "forward", "update")
+    numbers = ("weights", "gradients", "optimizer", "forward", "update", "push")
     most: dict[str, Any] = {name: max(getattr(stage, name) for stage in stages) for name in numbers}
     # Of counters, `|` is the larger count of each key.
     traffic = ("traffic", "update_traffic", "step_traffic")
@@ -274,6 +281,17 @@ def _forward(
         _compute(module, micro)
     _reshard(module)
     return replace(found, forward=live.peak, traffic=live.received)
+
+
+def _pushed(work: Work, module: PolicyModule, live: LiveBytes) -> int:
+    """Gather all weights, as a push does; return its peak with the sender's bucket."""
+    weights = ShardedWeights(module.language_model, work.options.dtype, stage=module.stage)
+    # transformers converts tensors without memory for it, which would count.
+    weights.specs()
+    live.restart()
+    for _ in weights.gather_parameters():
+        pass
+    return live.peak + BUCKET_BYTES
 
 
 def _update(

@@ -31,9 +31,11 @@ class Written:
     expert: int | None = None
     first_row: int = 0
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the tensor as a view of the whole parameter."""
-        return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.shape[0])
+    def of(self, whole: Tensor, first_expert: int = 0) -> Tensor:
+        """Return the tensor as a view of the whole parameter, or of a block of its experts from `first_expert` on."""
+        if self.expert is None:
+            return whole
+        return whole[self.expert - first_expert].narrow(0, self.first_row, self.shape[0])
 
 
 def written_of(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[Written]:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
+from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large
 from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
 from ppojob_trainer.engines.weights.buckets import TensorSpec
@@ -50,7 +51,6 @@ class ShardedWeights:
         """
         self._language_model, self._dtype, self._on_device = language_model, dtype, on_device
         self._stage = stage
-        self._layers = _layers(language_model)
         self._buffers = frozenset(name for name, _ in language_model.named_buffers())
 
     def specs(self) -> list[TensorSpec]:
@@ -61,9 +61,43 @@ class ShardedWeights:
     @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
-        for (_, ones), whole in zip(self._written, self._gather_whole(), strict=True):
+        for ones, whole, first_expert in self.gather_parameters():
             for one in ones:
-                yield one.of(whole)
+                yield one.of(whole, first_expert)
+
+    @torch.no_grad()
+    def gather_parameters(self) -> Iterator[tuple[Sequence[Written], Tensor, int]]:
+        """Yield each parameter or block of experts that is gathered, with the tensors of a checkpoint that it has.
+
+        The third value is the first expert of a block.
+        """
+        own = {name: tensor for name, tensor in self._own() if name in self._large}
+        blocks = ExpertBlocks(own, self._dtype, self._device) if self._large else None
+        with self._on_device():
+            wholes = self._gather_whole()
+            for part, ones in self._written:
+                if part.name in self._large:
+                    assert blocks is not None, "it has large parameters"
+                    yield from blocks.gather(part.name, part.shape, ones)
+                else:
+                    yield ones, next(wholes), 0
+            assert next(wholes, None) is None, "more is gathered than there are specs"
+
+    @cached_property
+    def _large(self) -> frozenset[str]:
+        """The names of the parameters of the whole model that are gathered in blocks."""
+        return frozenset(part.name for part, ones in self._written if is_large(ones, self._dtype))
+
+    @cached_property
+    def _layers(self) -> dict[str, FSDPModule]:
+        """The FSDP module that is gathered for each parameter and buffer, by the tensor's name."""
+        layers = _layers(self._language_model)
+        not_at_once = {layers[name] for name in self._large & layers.keys()}
+        return {name: layer for name, layer in layers.items() if layer not in not_at_once}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._language_model.parameters()).device
 
     @cached_property
     def _written(self) -> list[tuple[Part, list[Written]]]:
@@ -72,21 +106,22 @@ class ShardedWeights:
             parts = [part for part in self._stage.parts if not is_adapter(part.name)]
         else:
             parts = [Part(name, tuple(one.shape), 0, _kept_dtype(one)) for name, one in self._own()]
-        return [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
+        written = [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
+        return [(part, in_blocks(ones) if is_large(ones, self._dtype) else ones) for part, ones in written]
 
     def _gather_whole(self) -> Iterator[Tensor]:
-        """Yield each parameter and stored buffer of the whole model."""
+        """Yield each parameter and stored buffer of the whole model, but for the large ones."""
         if self._stage is None:
             yield from self._gather_own()
             return
-        parts = [part for part, _ in self._written]
+        parts = [part for part, _ in self._written if part.name not in self._large]
         for _, tensor in self._of_stages(self._stage, parts, self._gather_own(), self._dtype):
             yield tensor
 
     def _gather_own(self) -> Iterator[Tensor]:
-        """Yield the parameters and stored buffers that this rank's stage owns."""
-        names = (name for name, _ in self._own())
-        with self._on_device(), ExitStack() as gathered:
+        """Yield the parameters and stored buffers that this rank's stage owns, but for the large ones."""
+        names = (name for name, _ in self._own() if name not in self._large)
+        with ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
                 # A layer may have been gathered together with the previous one.
                 if layer is not None and _is_sharded(layer):
@@ -110,7 +145,7 @@ class ShardedWeights:
         self, stage: Stage, parts: Sequence[Part], own: Iterator[Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all stages by name, in the order of `parts`; `own` are those of this stage."""
-        device = next(self._language_model.parameters()).device
+        device = self._device
         for owner, group in stage.together(parts):
             sizes = [math.prod(part.shape) for part in group]
             if owner == stage.peers.rank:

@@ -1,0 +1,116 @@
+"""The experts of large mixtures, gathered some at a time: a layer of DeepSeek-V3 has 22.5 GB of them in bfloat16.
+
+Called by `weights`. A fused parameter [E, outputs, inputs] is divided by whole experts, whatever divides it: expert
+parallelism, FSDP, pipeline stages, copies of the model. So each rank first says which experts it has; then, for each
+block of experts, the first rank that has them broadcasts them to all ranks. It needs no knowledge of the meshes.
+
+Refused: gathering one parameter of a layer at a time, because the larger one has two thirds of the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+
+__all__ = ["ExpertBlocks", "in_blocks", "is_large"]
+
+LARGE_BYTES = 2 * 2**30
+"""A fused parameter of more bytes is gathered in blocks."""
+BLOCK_BYTES = 256 * 2**20
+"""Most bytes of a block; a block has at least one expert."""
+
+_Rows: TypeAlias = tuple[int, int]
+"""The first expert of a rank, and how many it has from there on."""
+
+
+def is_large(written: Sequence[Written], dtype: torch.dtype) -> bool:
+    """Whether a parameter is gathered in blocks. written: the tensors that a checkpoint has of it."""
+    num_bytes = sum(math.prod(one.shape) for one in written) * dtype.itemsize
+    return all(one.expert is not None for one in written) and num_bytes > LARGE_BYTES
+
+
+def in_blocks(written: Sequence[Written]) -> list[Written]:
+    """Return the tensors of fused experts in the order in which blocks of experts have them."""
+    return sorted(written, key=lambda one: (one.expert or 0, one.first_row))
+
+
+class ExpertBlocks:
+    """The large parameters of a model. All methods are collective over all of its ranks."""
+
+    def __init__(self, own: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Find out who has which experts.
+
+        Args:
+            own: the large parameters of this rank, by name; those of other pipeline stages are missing.
+            dtype, device: of the blocks.
+        """
+        self._own, self._dtype, self._device = own, dtype, device
+        self._rows = _rows_of_all(own)
+
+    def gather(
+        self, name: str, shape: Sequence[int], written: Sequence[Written]
+    ) -> Iterator[tuple[Sequence[Written], Tensor, int]]:
+        """Yield each block, with the tensors of a checkpoint that it has, and its first expert.
+
+        Args:
+            shape: of the whole parameter.
+            written: its tensors, in the order of `in_blocks`.
+        """
+        left = iter(written)
+        of_expert = len(written) // shape[0]
+        for first, number, owner in self._blocks(name, shape):
+            yield list(islice(left, number * of_expert)), self._broadcast(name, first, number, owner, shape), first
+
+    def _blocks(self, name: str, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield the first expert of each block, their number, and the rank that sends them."""
+        most = max(1, BLOCK_BYTES // (math.prod(shape[1:]) * self._dtype.itemsize))
+        expert = 0
+        while expert < shape[0]:
+            owner, end = self._owner(name, expert)
+            number = min(most, end - expert, shape[0] - expert)
+            yield expert, number, owner
+            expert += number
+
+    def _owner(self, name: str, expert: int) -> tuple[int, int]:
+        """Return the first rank that has an expert, and the number after the last of its experts."""
+        for rank, rows in enumerate(self._rows):
+            first, number = rows.get(name, (0, 0))
+            if first <= expert < first + number:
+                return rank, first + number
+        raise AssertionError(f"no rank has expert {expert} of {name}")
+
+    def _broadcast(self, name: str, first: int, number: int, owner: int, shape: Sequence[int]) -> Tensor:
+        if owner == dist.get_rank():
+            own = self._own[name]
+            part = local(own).detach().narrow(0, first - _rows_of(own)[0], number)
+            block = part.to(device=self._device, dtype=self._dtype).contiguous()
+        else:
+            block = torch.empty(number, *shape[1:], dtype=self._dtype, device=self._device)
+        dist.broadcast(block, owner)
+        return block
+
+
+def _rows_of_all(own: Mapping[str, Tensor]) -> list[dict[str, _Rows]]:
+    """Return the rows of each rank's parameters by name; `own` are those of this one. Collective."""
+    mine = {name: _rows_of(parameter) for name, parameter in own.items()}
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _rows_of(parameter: Tensor) -> _Rows:
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], shape[0]
