@@ -91,18 +91,23 @@ def test_a_receiver_does_not_wait_for_a_push_that_never_begins(pool: ThreadPoolE
 
 @pytest.mark.timeout(60)
 def test_a_transfer_over_nccl_ends_when_the_link_is_broken(pool: ThreadPoolExecutor) -> None:
-    channel, link = channel_of(Group())
+    group = Group()
+    group.may_end.set()
+    channel, link = channel_of(group)
     sending = pool.submit(channel.send, torch.zeros(4, dtype=torch.uint8))
 
     break_off(link)
 
     with pytest.raises(BrokenLinkError, match="closed or lost"):
         sending.result()
+    assert group.is_aborted.is_set(), "its kernel would keep the GPU from being synchronized"
 
 
 @pytest.mark.timeout(60)
 def test_a_transfer_over_nccl_ends_at_its_limit() -> None:
-    channel, _ = channel_of(Group(), limit_s=0.2)
+    group = Group()
+    group.may_end.set()
+    channel, _ = channel_of(group, limit_s=0.2)
 
     with pytest.raises(BrokenLinkError, match=r"a part of the weights did not come within 0\.2 s"):
         channel.send(torch.zeros(4, dtype=torch.uint8))

@@ -152,9 +152,15 @@ class _NcclChannel(_GroupChannel):
 
     def _broadcast(self, buffer: Tensor) -> None:
         work = self._begin(buffer)
-        wait_until(work.is_completed, self._store, "a part of the weights")
-        # It raises NCCL's error, if there was one, and makes the current stream wait.
-        work.wait()
+        try:
+            wait_until(work.is_completed, self._store, "a part of the weights")
+            # It raises NCCL's error, if there was one, and makes the current stream wait.
+            work.wait()
+        except BaseException:
+            # The kernel on the GPU still waits for the lost side. Whatever waits for the GPU, as freeing memory does,
+            # would wait with it.
+            self.close()
+            raise
 
     def _close(self, group: Any) -> None:
         # `shutdown` waits until all sides on this host have called it (ncclCommDestroy); without cuMem host memory, so
