@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from ray.cluster_utils import Cluster
 
-from ppojob_api.v1alpha1.progress import FailureRecord
-from ppojob_api.v1alpha1.resolve import JobFile
-from ppojob_trainer.main.connection import local_resources
+from tests.integration.trainer.attempts import (
+    KEPT,
+    RESUMED,
+    attempt,
+    core_of,
+    failure_of,
+    is_saved,
+    processes_of,
+    separate_ray,
+)
 from tests.integration.trainer.runs import (
     LIMIT_S,
     STEPS,
@@ -41,66 +43,18 @@ pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 OF_ACTORS_POOL = {"actor-0", "rollout-0"}
 OF_CRITICS_POOL = {"critic-0", "ref-0"}
-RESUMED = ": resuming after step "
-KEPT = "restart/kept_processes"
 
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    """A separate Ray, which outlives the attempts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        started: Any = Cluster(  # type: ignore[no-untyped-call]
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 2,
-                "include_dashboard": False,
-                "resources": local_resources(job_of(Path("/"), checkpointed_spec(Path("/"))).spec),
-                "object_store_memory": 2**30,
-            },
-        )
-        patch.setenv("RAY_ADDRESS", started.address)
-        try:
-            yield
-        finally:
-            started.shutdown()
-
-
-@contextmanager
-def attempt(number: int, root: Path, job: JobFile) -> Iterator[subprocess.Popen[bytes]]:
-    """Start an attempt with the command that the operator submits."""
-    text = job.encode()
-    (root / "job.json").write_text(text)
-    command = [sys.executable, "-m", "ppojob_trainer.main", "--job", str(root / "job.json")]
-    about = ["--hash", JobFile.digest(text), "--generation", "1", "--attempt", str(number)]
-    with (root / "output.txt").open("ab") as output:
-        driver = subprocess.Popen([*command, *about], stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield driver
-    finally:
-        driver.kill()
-        driver.wait(60)
+    with separate_ray(job_of(Path("/"), checkpointed_spec(Path("/"))).spec):
+        yield
 
 
 def processes(root: Path) -> dict[str, psutil.Process]:
-    """Return the processes of models that run now, by role and rank: each has a child that copies its output."""
-    found = {}
-    for copier in psutil.process_iter(["cmdline", "ppid"]):
-        match copier.info["cmdline"]:
-            case ["tee", "-a", path] if Path(path).is_relative_to(root):
-                found[Path(path).stem] = psutil.Process(copier.info["ppid"])
+    """Return the processes of models that run now, by role and rank."""
+    found = processes_of(root)
     return {name: found[name] for name in found.keys() & (OF_ACTORS_POOL | OF_CRITICS_POOL)}
-
-
-def is_saved(root: Path, step: int) -> bool:
-    return (root / "checkpoints" / f"step-{step}").is_dir()
-
-
-def failure_of(root: Path) -> FailureRecord:
-    """Return why the last attempt failed."""
-    record = FailureRecord.from_log(log_of(root))
-    assert record is not None, log_of(root)
-    return record
 
 
 def test_the_processes_of_other_pools_go_on_and_no_number_changes(
@@ -113,7 +67,7 @@ def test_the_processes_of_other_pools_go_on_and_no_number_changes(
         until(lambda: is_saved(tmp_path, 1), driver, "the checkpoint of step 1")
         first = processes(tmp_path)
         assert first.keys() == OF_ACTORS_POOL | OF_CRITICS_POOL
-        engine = next(child for child in first["rollout-0"].children() if child.name().startswith("VLLM"))
+        engine = core_of(first["rollout-0"])
         driver.send_signal(signal.SIGKILL)
 
     with attempt(1, tmp_path, job) as driver:
