@@ -163,6 +163,21 @@ def test_a_role_with_offload_returns_its_memory_before_another_computes() -> Non
     assert found.training == (8 + 8 + 24 + 4) * GB
 
 
+@pytest.mark.parametrize(
+    ("sleep", "expected"),
+    # The actor 30; critic and reference keep 24 and 4 beside an engine that slept, else 32 and 4; weights or share.
+    [(True, 30 + 24 + 4 + 8), (False, 30 + 32 + 4 + 16)],
+)
+def test_a_push_needs_gathered_weights_beside_the_engines(*, sleep: bool, expected: float) -> None:
+    spec = in_one_pool()
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sleep": sleep})})
+    roles = [replace(need, push=30 * GB if need.role == "actor" else 0.0) for need in needs(spec, sizes(4))["a"]]
+
+    found = pool_memory(spec, "a", [(need, need.total) for need in roles], 80 * GB, weights=8 * GB)
+
+    assert found.push == expected * GB
+
+
 def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> None:
     # The actor takes 64 of 80 GB in its update and 48 between them; the engine half of the GPU.
     small = {"actor": ModelSize(4 * GB, 80 * GB)}

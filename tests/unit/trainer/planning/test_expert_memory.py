@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.engines.train.fsdp import expert_blocks
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
+from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.planning import fake_device, role_memory
 from ppojob_trainer.planning.role_memory import Work, measure, measure_stage
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
@@ -117,3 +119,17 @@ def test_rows_are_divided_evenly_and_the_measured_rank_gets_no_fewer(ranks: int)
     sent, received = fake_device._evenly(torch.zeros(2, ranks), 4 * ranks + 1)
     assert sent == [5] + [4] * (ranks - 1)
     assert received == [5] * ranks
+
+
+def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = work(tmp_path, TWO)
+    layer = 2 * EXPERTS * ONE_EXPERT
+
+    whole = measure(planned).push
+    # As in a layer that is too large to be gathered at once.
+    monkeypatch.setattr(expert_blocks, "LARGE_BYTES", 0)
+    monkeypatch.setattr(expert_blocks, "BLOCK_BYTES", 0)
+    blocks = measure(planned)
+
+    assert whole - blocks.weights > layer
+    assert 0 < blocks.push - blocks.weights - BUCKET_BYTES < whole - blocks.weights - BUCKET_BYTES - layer / 2
