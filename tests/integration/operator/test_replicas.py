@@ -150,7 +150,7 @@ class Sender:
 def sender_of(kubectl: Any, name: str) -> Sender:
     """Return a sender with a token of the job's own head pod, as the kubelet would make it."""
     kubectl(
-        "wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head", "--timeout=60s"
+        "wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head", "--timeout=240s"
     )
     [pod] = kubectl.json("get", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head")["items"]
     uid = kubectl.json("get", "ppojob", name)["metadata"]["uid"]
