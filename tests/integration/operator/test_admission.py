@@ -120,7 +120,7 @@ def test_every_replica_answers_and_the_leader_makes_it_trusted(
         webhook.lead_to(replica)
 
         assert webhook.bundle()
-        # What was answered until now may have been another replica's words.
+        # For a moment the API server may still ask the replica that it was led to before.
         end = time.monotonic() + 60
         while replica.log.read_text().count("refused CREATE") <= before:
             assert time.monotonic() < end, "the API server was not led to this replica within 60 s"

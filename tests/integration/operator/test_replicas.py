@@ -31,7 +31,7 @@ class Replicas:
 
     def leader(self) -> int:
         """Wait until one leads and return which."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while not (leading := [number for number, process in enumerate(self.processes) if process.leads()]):
             assert time.monotonic() < end, [process.log.read_text()[-2000:] for process in self.processes]
             time.sleep(0.1)

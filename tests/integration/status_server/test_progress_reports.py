@@ -223,10 +223,10 @@ async def test_a_burst_of_reports_makes_few_writes_and_the_newest_wins(serve: An
         while time.monotonic() < begin + 5:
             step += 1
             assert (await running.post(trainer, token, step=step, totalSteps=10_000))[0] == 200
-        writes = running.count("written")
+        writes, seconds = running.count("written"), time.monotonic() - begin
 
-    # A slow machine sends fewer reports, and its writes come later.
-    assert 1 <= writes <= 3
+    # One at once and one every two seconds: 3 in 5 s. On a slow machine they come later, or the last request is long.
+    assert 1 <= writes <= 1 + seconds / 2
     assert step > writes
     assert trainer.status()["progress"]["step"] == step  # The stop wrote what was kept.
 
