@@ -22,7 +22,7 @@ from tools.cluster.layout import Layout
 PROJECT = Path(__file__).resolve().parents[2]
 POLICY = PROJECT / "crds" / "ppojobs-policy.yaml"
 POLICY_DENIED = "ValidatingAdmissionPolicy 'ppojobs.ppojob.dev' with binding 'ppojobs.ppojob.dev' denied request: "
-_LIMIT_SECONDS = 60
+_LIMIT_SECONDS = 300
 
 
 class Kubectl:
@@ -77,7 +77,7 @@ def define(kubectl: Kubectl) -> None:
     kubectl("apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
     for sign in ("jsonpath={.status.conditions}", "condition=Established"):
-        kubectl("wait", f"--for={sign}", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+        kubectl("wait", f"--for={sign}", "--timeout=240s", "crd/ppojobs.ppojob.dev")
     _await(lambda: POLICY_DENIED in _try_bad_job(kubectl).stderr, "the policy of PPOJob does not become active")
 
 

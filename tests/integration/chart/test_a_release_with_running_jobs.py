@@ -132,7 +132,7 @@ def definition_to_lose(kubectl: Any, cluster: Any, _alone: None) -> Iterator[Non
     """Neither CRD nor policy, as before the first installation; the tests' own are back at the end."""
     if cluster("get", "ppojobs", "--all-namespaces", "--output=name").strip():
         pytest.skip("there are PPOJobs in this cluster, which would go with their definition")
-    cluster("delete", "--timeout=50s", f"--filename={DEFINITIONS}")
+    cluster("delete", "--timeout=240s", f"--filename={DEFINITIONS}")
     yield
     define(cluster)
 
@@ -142,7 +142,7 @@ def test_the_definition_and_its_jobs_go_with_the_release_by_choice(
     kubectl: Any, definition_to_lose: None, manifest: dict[str, Any], keep: bool
 ) -> None:
     helm(kubectl.namespace, "install", NAME, str(CHART), *values(kubectl, **{"crds.keep": str(keep).lower()}))
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/ppojobs.ppojob.dev")
+    kubectl("wait", "--for=condition=Established", "--timeout=240s", "crd/ppojobs.ppojob.dev")
     created = kubectl.create({**manifest, "metadata": {"name": "one"}})
 
     helm(kubectl.namespace, "uninstall", NAME, "--wait")
@@ -151,5 +151,5 @@ def test_the_definition_and_its_jobs_go_with_the_release_by_choice(
         assert kubectl.json("get", "ppojob", "one")["metadata"]["uid"] == created["metadata"]["uid"]
         kubectl("delete", "ppojob", "one")
     else:
-        kubectl("wait", "--for=delete", "crd/ppojobs.ppojob.dev", "--timeout=50s")
+        kubectl("wait", "--for=delete", "crd/ppojobs.ppojob.dev", "--timeout=240s")
         assert "(NotFound)" in kubectl.run("get", "crd", "ppojobs.ppojob.dev").stderr

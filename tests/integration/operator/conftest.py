@@ -31,9 +31,10 @@ from tools.cluster.layout import Layout
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 RELEASE = "ppojob"
-_START_SECONDS = 60
-_STOP_SECONDS = 40
-_DASHBOARDS_SECONDS = 360
+_START_SECONDS = 240
+_STOP_SECONDS = 240
+_DASHBOARDS_SECONDS = 1500
+_ANSWER_SECONDS = 30
 
 
 @dataclass
@@ -63,7 +64,7 @@ class OperatorProcess:
     def probe(self, path: str) -> int:
         """Return the status of one of its probes; 0 if nobody answers."""
         try:
-            with socket.create_connection(("127.0.0.1", self.probe_port), timeout=2) as connection:
+            with socket.create_connection(("127.0.0.1", self.probe_port), timeout=_ANSWER_SECONDS) as connection:
                 connection.sendall(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
                 return int(connection.recv(64).split()[1])
         except (OSError, IndexError):
@@ -71,13 +72,17 @@ class OperatorProcess:
 
     def metric(self, name: str) -> float:
         """Return the value of one of its metrics without labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5) as answer:
+        url = f"http://127.0.0.1:{self.probe_port}/metrics"
+        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
 
     def leads(self) -> bool:
-        """Whether it says that it leads."""
-        return self.process is not None and self.process.poll() is None and self.metric("ppojob_leader") == 1
+        """Whether it says that it leads; not if it does not answer."""
+        try:
+            return self.process is not None and self.process.poll() is None and self.metric("ppojob_leader") == 1
+        except OSError:
+            return False
 
     def kill(self) -> None:
         """End it without a chance to do anything."""

@@ -54,8 +54,8 @@ def test_changes_during_an_outage_of_the_api_server_are_seen_afterwards(
 
     jobs.wait_for(made, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     jobs.wait(changed, lambda status: status["observedGeneration"] == 2)
-    kubectl("wait", "--for=delete", "rayclusters", "--selector", f"ppojob.dev/job={deleted}", "--timeout=50s")
-    assert operator.log.read_text().count("leading as") == terms + 1
+    kubectl("wait", "--for=delete", "rayclusters", "--selector", f"ppojob.dev/job={deleted}", "--timeout=240s")
+    assert operator.log.read_text().count("leading as") >= terms + 1
 
 
 @pytest.mark.parametrize("status", [429, 503, 409])

@@ -46,7 +46,7 @@ def test_it_goes_with_a_suspension_and_comes_again(kubectl: Any, jobs: Any) -> N
     first = job_of(kubectl, name)[0]["metadata"]["uid"]
 
     kubectl("patch", "ppojob", name, "--type=merge", "--patch", '{"spec": {"runPolicy": {"suspend": true}}}')
-    kubectl("wait", "--for=delete", f"jobs.batch/{name}-fetch", "--timeout=60s")
+    kubectl("wait", "--for=delete", f"jobs.batch/{name}-fetch", "--timeout=240s")
     kubectl("patch", "ppojob", name, "--type=merge", "--patch", '{"spec": {"runPolicy": {"suspend": false}}}')
 
     jobs.wait_until(lambda: [job["metadata"]["uid"] != first for job in job_of(kubectl, name)] == [True])
@@ -68,7 +68,7 @@ def test_it_goes_with_its_job(kubectl: Any, jobs: Any) -> None:
 
     kubectl("delete", "ppojob", name)
 
-    kubectl("wait", "--for=delete", f"jobs.batch/{name}-fetch", "--timeout=60s")
+    kubectl("wait", "--for=delete", f"jobs.batch/{name}-fetch", "--timeout=240s")
 
 
 def test_a_job_of_somebody_else_is_left_alone_and_named(kubectl: Any, jobs: Any) -> None:

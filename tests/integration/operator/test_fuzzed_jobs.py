@@ -20,9 +20,10 @@ pytestmark = pytest.mark.usefixtures("volumes", "claim")
 BATCH = 20
 IS_LONG = "PPOJOB_FUZZ" in os.environ
 NUM_BATCHES = max(1, int(os.environ.get("PPOJOB_FUZZ", "60")) // BATCH)
-CONDITION_SECONDS = 10.0
-"""From the creation of a batch until each job of it has a condition."""
-RENDERED_SECONDS = 60.0
+CONDITION_SECONDS = 60.0
+"""From the creation of a batch until each job of it has a condition, also on a slow machine. That one job has it within
+10 s, as is promised, is measured elsewhere."""
+RENDERED_SECONDS = 300.0
 """Until each accepted job has a RayCluster, or a condition that says why it has none."""
 WAITING = {Reason.WAITING_FOR_PODS}
 
@@ -62,7 +63,7 @@ def explained(kubectl: Any, operator: Any, batch: list[dict[str, Any]]) -> int:
     stored = len(jobs_of(kubectl))
     wait(kubectl, operator, has_conditions, CONDITION_SECONDS)
     wait(kubectl, operator, is_settled, RENDERED_SECONDS)
-    kubectl("delete", "ppojobs", "--all", "--wait=true", "--timeout=50s")
+    kubectl("delete", "ppojobs", "--all", "--wait=true", "--timeout=240s")
     return stored
 
 
@@ -71,10 +72,17 @@ def jobs_of(kubectl: Any) -> list[dict[str, Any]]:
     return found
 
 
+def jobs_with_clusters(kubectl: Any) -> list[tuple[dict[str, Any], int]]:
+    """Return the jobs, each with the number of its RayClusters."""
+    clusters = kubectl.json("get", "rayclusters")["items"]
+    owners = [each["metadata"].get("labels", {}).get("ppojob.dev/job") for each in clusters]
+    return [(job, owners.count(job["metadata"]["name"])) for job in jobs_of(kubectl)]
+
+
 def wait(kubectl: Any, operator: Any, is_so: Any, limit: float) -> None:
     """Wait until something is so of every job; no exception may be in the operator's log."""
     end = time.monotonic() + limit
-    while left := [job for job in jobs_of(kubectl) if not is_so(job, kubectl)]:
+    while left := [job for job, owned in jobs_with_clusters(kubectl) if not is_so(job, owned)]:
         assert time.monotonic() < end, f"{is_so.__name__}: not after {limit:g} s: {json.dumps(left[0], indent=1)}"
         time.sleep(0.5)
     log = operator.log.read_text()
@@ -85,12 +93,12 @@ def conditions_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["type"]: each for each in job.get("status", {}).get("conditions", [])}
 
 
-def has_conditions(job: dict[str, Any], _: Any) -> bool:
+def has_conditions(job: dict[str, Any], _: int) -> bool:
     accepted = conditions_of(job).get(Condition.ACCEPTED, {})
     return bool(accepted.get("message") and job["status"].get("phase"))
 
 
-def is_settled(job: dict[str, Any], kubectl: Any) -> bool:
+def is_settled(job: dict[str, Any], num_clusters: int) -> bool:
     """Whether a job has a RayCluster, or a condition that says why not."""
     conditions = conditions_of(job)
     if conditions[Condition.ACCEPTED]["status"] != "True":
@@ -101,5 +109,4 @@ def is_settled(job: dict[str, Any], kubectl: Any) -> bool:
     pools_ready = conditions.get(Condition.POOLS_READY)
     if pools_ready is not None and pools_ready["reason"] not in WAITING:
         return True
-    selector = f"--selector=ppojob.dev/job={job['metadata']['name']}"
-    return bool(kubectl.json("get", "rayclusters", selector)["items"])
+    return num_clusters > 0

@@ -21,7 +21,7 @@ def names(kubectl: Any, job: str) -> list[str]:
 def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, jobs: Any) -> None:
     name = jobs.create()
     cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
-    kubectl("wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    kubectl("wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
 
     found = names(kubectl, name)
     assert {each for each in found if not each.startswith("Pod/")} == {
@@ -33,7 +33,7 @@ def test_a_job_has_its_objects_and_takes_them_along_when_it_goes(kubectl: Any, j
     }
 
     kubectl("delete", "ppojob", name)
-    kubectl("wait", "--for=delete", OWNED, "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    kubectl("wait", "--for=delete", OWNED, "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
     assert names(kubectl, name) == []
 
 
@@ -85,7 +85,7 @@ def test_a_config_map_that_somebody_deleted_comes_back(kubectl: Any, jobs: Any) 
 
     kubectl("delete", "configmap", f"{name}-job")
 
-    kubectl("wait", "--for=create", f"configmap/{name}-job", "--timeout=50s")
+    kubectl("wait", "--for=create", f"configmap/{name}-job", "--timeout=240s")
 
 
 def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubectl: Any, jobs: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_cluster_that_somebody_edited_is_as_it_was_and_an_event_says_so(kubect
     kubectl("patch", "raycluster", cluster, "--type=json", f"--patch={json.dumps(patch)}")
 
     jsonpath = f"jsonpath={{.spec.workerGroupSpecs[0].replicas}}={before}"
-    kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=50s")
+    kubectl("wait", f"raycluster/{cluster}", f"--for={jsonpath}", "--timeout=240s")
     event = jobs.event(name, Reason.CLUSTER_RESTORED)
     assert f".replicas was {before + 1} instead of {before}" in event["message"]
     assert "spec.authOptions.mode was disabled instead of token" in event["message"]
@@ -117,7 +117,7 @@ def test_an_object_of_somebody_else_is_named_and_not_taken_over(kubectl: Any, jo
     assert "give the PPOJob another name" in message
     assert kubectl.json("get", "configmap", "taken-job")["data"] == {"mine": "1"}
     kubectl("delete", "configmap", "taken-job")
-    kubectl("wait", "--for=create", "configmap/taken-job", "--timeout=100s")
+    kubectl("wait", "--for=create", "configmap/taken-job", "--timeout=240s")
 
 
 def test_a_job_shows_its_state_in_the_table(kubectl: Any, jobs: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_cluster_that_somebody_suspends_is_said_and_left_alone(kubectl: Any, j
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":true}}')
     message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.CLUSTER_SUSPENDED)
     assert cluster in message
-    kubectl("wait", "--for=delete", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    kubectl("wait", "--for=delete", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
     assert kubectl.json("get", "raycluster", cluster)["spec"]["suspend"] is True
 
     kubectl("patch", "raycluster", cluster, "--type=merge", '--patch={"spec":{"suspend":false}}')

@@ -31,7 +31,7 @@ class Replicas:
 
     def leader(self) -> int:
         """Wait until one leads and return which."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while not (leading := [number for number, process in enumerate(self.processes) if process.leads()]):
             assert time.monotonic() < end, [process.log.read_text()[-2000:] for process in self.processes]
             time.sleep(0.1)
@@ -150,7 +150,7 @@ class Sender:
 def sender_of(kubectl: Any, name: str) -> Sender:
     """Return a sender with a token of the job's own head pod, as the kubelet would make it."""
     kubectl(
-        "wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head", "--timeout=60s"
+        "wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head", "--timeout=240s"
     )
     [pod] = kubectl.json("get", "pods", "--selector", f"ppojob.dev/job={name},ray.io/node-type=head")["items"]
     uid = kubectl.json("get", "ppojob", name)["metadata"]["uid"]

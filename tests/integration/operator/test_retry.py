@@ -11,7 +11,7 @@ import pytest
 from ppojob_api.v1alpha1.constants import ANNOTATION_RETRY, Condition, Reason
 from tests.integration.operator.test_placement import fake_head, fake_pool
 
-pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(2400)]
 
 RULES = [{"reasons": ["ClusterDeleted"], "action": "Fail"}]
 

@@ -56,7 +56,7 @@ def test_what_is_secret_is_said_nowhere(kubectl: Any, jobs: Any, operator: Any, 
     name = jobs.create()
     cluster = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
     selector = f"ppojob.dev/job={name},ray.io/node-type=head"
-    kubectl("wait", "--for=create", "pods", "--selector", selector, "--timeout=60s")
+    kubectl("wait", "--for=create", "pods", "--selector", selector, "--timeout=240s")
     [pod] = kubectl.json("get", "pods", "--selector", selector)["items"]
     uid = kubectl.json("get", "ppojob", name)["metadata"]["uid"]
     bound = ("--bound-object-kind=Pod", f"--bound-object-name={pod['metadata']['name']}")

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from tests.integration.operator.test_placement import fake_head, fake_pool
 from tests.integration.operator.test_replicas import sender_of
 
-pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(2400)]
 
 SILENCE_LIMIT_SECONDS = 120.0
 

@@ -37,11 +37,11 @@ def test_a_job_is_created_suspended_set_free_and_suspended_again(kubectl: Any, j
     assert patch(kubectl, name, runPolicy={"suspend": False}).returncode == 0
     jobs.wait_for(name, Condition.SUSPENDED, "False", Reason.RESUMED)
     first = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
-    kubectl("wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    kubectl("wait", "--for=create", "pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
 
     assert patch(kubectl, name, runPolicy={"suspend": True}).returncode == 0
     jobs.wait_for(name, Condition.SUSPENDED, "True", Reason.SUSPENDED)
-    kubectl("wait", "--for=delete", "rayclusters,pods", "--selector", f"ppojob.dev/job={name}", "--timeout=50s")
+    kubectl("wait", "--for=delete", "rayclusters,pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
     assert jobs.status(name)["ready"] == "0/2"
 
     assert patch(kubectl, name, runPolicy={"suspend": False}).returncode == 0
@@ -58,7 +58,7 @@ def test_another_layout_replaces_the_cluster_and_says_what_changed(kubectl: Any,
     done = patch(kubectl, name, pools=pools, placement={"reward": "judge"})
     assert done.returncode == 0, done.stderr
     jobs.wait_for(name, Condition.LAYOUT_APPLIED, "True", Reason.LAYOUT_APPLIED)
-    kubectl("wait", "--for=delete", f"raycluster/{first}", "--timeout=50s")
+    kubectl("wait", "--for=delete", f"raycluster/{first}", "--timeout=240s")
     jobs.wait_until(lambda: bool(clusters(kubectl, name)))
 
     [cluster] = clusters(kubectl, name)

@@ -19,8 +19,8 @@ from tests.integration.operator.hiding_proxy import HidingProxy, Right
 
 pytestmark = pytest.mark.usefixtures("volumes", "claim")
 
-TIMES = {"PPOJOB_LEASE_DURATION": "3", "PPOJOB_LEASE_RENEW_DEADLINE": "2", "PPOJOB_LEASE_RETRY_PERIOD": "0.5"}
-OFTEN = {"PPOJOB_IDLE_INTERVAL": "2", "PPOJOB_TAKE_OVER_AFTER": "8"}
+TIMES = {"PPOJOB_LEASE_DURATION": "15", "PPOJOB_LEASE_RENEW_DEADLINE": "10", "PPOJOB_LEASE_RETRY_PERIOD": "1"}
+OFTEN = {"PPOJOB_IDLE_INTERVAL": "2", "PPOJOB_TAKE_OVER_AFTER": "60"}
 OF_A_JOB = {"ppojob.dev", "ray.io", "networking.k8s.io"}
 
 
@@ -126,7 +126,7 @@ def test_the_second_takes_a_job_over_when_the_first_is_gone_for_good(
     assert pair.first.stop() == 0
     wait_for_owner(jobs, name, elsewhere)
 
-    kubectl("wait", "--for=delete", f"raycluster/{before}", "--timeout=60s")
+    kubectl("wait", "--for=delete", f"raycluster/{before}", "--timeout=240s")
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     status = jobs.status(name)
     assert [status["rayCluster"]["name"]] == clusters_of(kubectl, name)

@@ -60,12 +60,12 @@ def test_every_right_is_used_and_none_is_missing(kubectl: Any, jobs: Any, operat
     name = jobs.create(runPolicy={"ttlSecondsAfterFinished": 1})
     jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.IMAGE_PULL_FAILED, limit=240)
     kubectl("patch", "ppojob", name, "--type=merge", "-p", '{"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}}')
-    kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=120s")
+    kubectl("wait", "--for=delete", f"ppojob/{name}", "--timeout=240s")
     jobs.create(runPolicy={"queueName": "gpus"})
     fetched = jobs.create(model={"actor": {"path": "hf://acme/tiny"}})
     jobs.wait_for(fetched, Condition.SOURCES_FETCHED, "False", Reason.FETCHING)
     kubectl("patch", "ppojob", fetched, "--type=merge", "-p", '{"spec": {"runPolicy": {"suspend": true}}}')
-    kubectl("wait", "--for=delete", f"job/{fetched}-fetch", "--timeout=120s")
+    kubectl("wait", "--for=delete", f"job/{fetched}-fetch", "--timeout=240s")
     missing = [jobs.create(templateRef={"kind": kind.value, "name": "none"}) for kind in TemplateKind]
     for name in missing:
         jobs.wait_for(name, Condition.TEMPLATE_RESOLVED, "False", Reason.TEMPLATE_MISSING)

@@ -107,9 +107,14 @@ def test_a_jobs_namespace_is_its_own_where_the_operator_is_scraped_as_the_chart_
     try:
         with prometheus.serving(tmp_path, tmp_path / "data", yaml.safe_dump({"scrape_configs": [monitor]})) as server:
             prometheus.wait_until(lambda: server.now("ppojob_job_phase"), "the first scrape")
-            assert [labels["namespace"] for labels in server.now("ppojob_job_phase")] == ["team-a"]
-            assert [labels["namespace"] for labels in server.now("ppojob_leader")] == ["system"]
-            assert len(server.now(f"ppojob_leader{{{expressions.OPERATOR}}}")) == 1
+
+            def namespaces() -> list[list[str]]:
+                queries = ("ppojob_job_phase", "ppojob_leader", f"ppojob_leader{{{expressions.OPERATOR}}}")
+                return [[labels["namespace"] for labels in server.now(query)] for query in queries]
+
+            # The series of one scrape need not be found at the same moment.
+            prometheus.wait_until(lambda: all(namespaces()), "all series")
+            assert namespaces() == [["team-a"], ["system"], ["system"]]
     finally:
         exporter.shutdown()
         exporter.server_close()

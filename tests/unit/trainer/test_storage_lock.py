@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppojob_trainer.storage_lock import LockLostError, LockTimes, StorageLock
 
-FAST = LockTimes(beat=0.2, stale=2.0, poll=0.1)
+FAST = LockTimes(beat=0.2, stale=15.0, poll=0.1)
+OF_THE_DEAD = replace(FAST, stale=2.0)
+"""Where the holder never lived: nobody can be taken for dead by mistake."""
+TO_WAIT_FOR = replace(FAST, stale=6.0)
+"""Where a test waits for longer than that, and a living holder on a slow machine may not count as dead."""
+LIMIT_SECONDS = 60.0
 
 
 def nobody(holder: str) -> None:
     raise AssertionError(f"waited for {holder}")
+
+
+def eventually(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_lock_is_a_file_for_as_long_as_it_is_held(tmp_path: Path) -> None:
@@ -32,7 +46,6 @@ def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
     first = StorageLock(path, "a/first", FAST)
 
     with first.held(nobody):
-        ended = threading.Timer(1.0, lambda: None)
 
         def second() -> None:
             with StorageLock(path, "a/second", FAST).held(waited.append):
@@ -41,10 +54,9 @@ def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
         order: list[str] = []
         thread = threading.Thread(target=second)
         thread.start()
-        ended.start()
-        ended.join()
+        eventually(lambda: waited)
         order.append("first")
-    thread.join(20)
+    thread.join(LIMIT_SECONDS)
 
     assert order == ["first", "second"]
     assert set(waited) == {"a/first"}
@@ -52,10 +64,11 @@ def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
 
 def test_a_living_holder_keeps_its_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    lock = StorageLock(path, "a/first", FAST)
+    lock = StorageLock(path, "a/first", TO_WAIT_FOR)
+    waits = _LimitedWait(2 * TO_WAIT_FOR.stale)
 
     with lock.held(nobody):
-        with pytest.raises(_GaveUp), StorageLock(path, "a/second", FAST).held(_LimitedWait(3 * FAST.stale)):
+        with pytest.raises(_GaveUp), StorageLock(path, "a/second", TO_WAIT_FOR).held(waits):
             raise AssertionError("it has the lock")
         lock.check()
 
@@ -64,7 +77,7 @@ def test_the_lock_of_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
 
-    with StorageLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
+    with StorageLock(path, "a/second", OF_THE_DEAD).held(_LimitedWait(LIMIT_SECONDS)):
         assert json.loads(path.read_text())["holder"] == "a/second"
 
     assert list(tmp_path.iterdir()) == []
@@ -74,7 +87,7 @@ def test_an_empty_lock_is_taken_over_too(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.touch()
 
-    with StorageLock(path, "a/second", FAST).held(_LimitedWait(10 * FAST.stale)):
+    with StorageLock(path, "a/second", OF_THE_DEAD).held(_LimitedWait(LIMIT_SECONDS)):
         assert path.read_text()
 
 
@@ -83,7 +96,7 @@ def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
     path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
 
     def run(number: int) -> None:
-        with StorageLock(path, f"a/{number}", FAST).held(lambda holder: None):
+        with StorageLock(path, f"a/{number}", TO_WAIT_FOR).held(lambda holder: None):
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.2)
@@ -104,9 +117,8 @@ def test_who_was_frozen_for_too_long_finds_out(tmp_path: Path) -> None:
 
     with lock.held(nobody):
         path.write_text(json.dumps({"holder": "a/second", "id": "y", "heartbeat": 0}))
-        time.sleep(5 * FAST.beat)
         with pytest.raises(LockLostError, match="took over the lock"):
-            lock.check()
+            eventually(lock.check)
 
     assert json.loads(path.read_text())["holder"] == "a/second", "another's lock stays"
 

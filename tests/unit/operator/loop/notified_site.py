@@ -75,7 +75,7 @@ class Site:
         self, backoff: Backoff = FAST, guard: Callable[[], None] = lambda: None, **settings: Any
     ) -> AsyncIterator[Notifier]:
         """Run a notifier; at the end it stops."""
-        configured = Settings(**{"notification_url": self.url, "notification_timeout": 0.5, **settings})
+        configured = Settings(**{"notification_url": self.url, "notification_timeout": 30, **settings})
         hooks = Hooks(guard, self.requeued.append, lambda kind, result: self.counts.append((kind, result)))
         stop, made = asyncio.Event(), Notifier(configured, Receiver(configured), hooks, backoff)
         running = asyncio.create_task(made.run(stop))
@@ -83,14 +83,14 @@ class Site:
             yield made
         finally:
             stop.set()
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
 
     async def settled(self, count: int = 1) -> None:
         """Wait until this many notifications are accepted or dropped."""
         await eventually(lambda: len(self.requeued) >= count)
 
 
-async def eventually(is_so: Callable[[], bool], limit: float = 5.0) -> None:
+async def eventually(is_so: Callable[[], bool], limit: float = 60.0) -> None:
     """Wait until something is so."""
     end = time.monotonic() + limit
     while not is_so():

@@ -136,12 +136,15 @@ async def test_a_receiver_that_says_nothing_is_left_after_the_timeout(caplog: py
         await asyncio.sleep(60)
         raise AssertionError
 
-    async with receiving(silent, 200) as site, site.notifier(notification_timeout=0.1) as notifier:
+    async with receiving(silent, 200) as site, site.notifier(notification_timeout=0.5) as notifier:
         notifier.send(job_with(pending()), Plan())
         await site.settled()
 
-    assert site.counts == [("failed", "retried"), ("failed", "sent")]
-    assert "no answer within 0.1 s" in caplog.text
+    # On a slow machine the answer to a later try may come too late as well.
+    *before, last = site.counts
+    assert set(before) == {("failed", "retried")}
+    assert last == ("failed", "sent")
+    assert "no answer within 0.5 s" in caplog.text
 
 
 async def test_the_secret_is_read_at_each_try_and_is_in_no_log(

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,10 @@ import pytest
 from ppojob_trainer.data import TableCache
 from ppojob_trainer.storage_lock import LockTimes
 
-FAST = LockTimes(beat=0.1, stale=1.0, poll=0.05)
+FAST = LockTimes(beat=0.1, stale=30.0, poll=0.05)
+OF_THE_DEAD = replace(FAST, stale=1.0)
+"""For who waits for a process that was killed: nobody can be taken for dead by mistake."""
+LIMIT_SECONDS = 60.0
 SCHEMA = pa.schema([("number", pa.int64())])
 KEY = {"numbers": 1}
 
@@ -23,14 +27,16 @@ KEY = {"numbers": 1}
 class Numbers:
     """Two batches of numbers, and how often they were computed."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, may_end: Callable[[], bool] = lambda: True) -> None:
         self.built = 0
-        self._seconds = seconds
+        self._may_end = may_end
 
     def __call__(self) -> Iterator[pa.RecordBatch]:
         self.built += 1
         for start in (0, 3):
-            time.sleep(self._seconds)
+            end = time.monotonic() + LIMIT_SECONDS
+            while not self._may_end() and time.monotonic() < end:
+                time.sleep(0.02)
             yield pa.record_batch([pa.array(range(start, start + 3))], schema=SCHEMA)
 
 
@@ -73,7 +79,10 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_jobs_build_the_same_table_once(tmp_path: Path, caplog) -> None:
-    builds, found = [Numbers(0.3), Numbers(0.3)], []
+    def is_waited_for() -> bool:
+        return ": waiting for job " in caplog.text
+
+    builds, found = [Numbers(is_waited_for), Numbers(is_waited_for)], []
 
     def job(build: Numbers) -> None:
         found.append(numbers_in(TableCache(tmp_path, f"job {builds.index(build)}", FAST), build))
@@ -117,7 +126,7 @@ def test_a_killed_build_is_not_read_and_is_removed(tmp_path: Path) -> None:
     process.stdout.close()
     assert [name for name in files(tmp_path) if name.endswith(".incomplete")]
 
-    assert numbers_in(TableCache(tmp_path, "job", FAST), Numbers()) == list(range(6))
+    assert numbers_in(TableCache(tmp_path, "job", OF_THE_DEAD), Numbers()) == list(range(6))
     assert [Path(name).suffix for name in files(tmp_path)] == [".arrow"]
 
 

@@ -103,7 +103,8 @@ def assert_same_step_as_transformers(found: Results, path: Path) -> None:
         scale = gradient.abs().max()
         assert scale > 0, f"{name} has no gradient"
         ours = found["gradients"][prefix + name]
-        torch.testing.assert_close(ours / scale, gradient / scale, atol=1e-4, rtol=0, msg=name)
+        # Float32 sums in another order, as on another processor, differ; a missing part makes more than 0.1.
+        torch.testing.assert_close(ours / scale, gradient / scale, atol=1e-3, rtol=0, msg=name)
     after, before = (
         {name.removeprefix(prefix): part for name, part in found[key].items()} for key in ("weights", "before")
     )

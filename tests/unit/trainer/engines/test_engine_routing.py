@@ -132,7 +132,7 @@ def test_replay_removes_the_difference_that_other_choices_make(parallel: Paralle
             if len(tensor) == NUM_EXPERTS:
                 tensor.detach()[1] = tensor.detach()[0]
     expected, engine = log_probs(policy, batch), own_recording(policy, batch)
-    torch.testing.assert_close(log_probs(policy, engine), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(log_probs(policy, engine), expected, atol=1e-4, rtol=0)
 
     torch.manual_seed(3)
     for weight in of_routers(policy):
@@ -325,7 +325,8 @@ def test_the_balance_loss_is_that_of_transformers(parallel: ParallelMesh, with_l
         torch.testing.assert_close(found[name] - of_policy[name], gradient, atol=tolerance, rtol=0, msg=name)
     assert expected["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
     assert with_balance.update(batch)["actor/router_aux_loss"] < loss, "a step made the use of experts no more equal"
-    assert balanced_policy(parallel, path, COEFFICIENT).update(batch)["actor/router_aux_loss"] == pytest.approx(loss)
+    again = balanced_policy(parallel, path, COEFFICIENT).update(batch)["actor/router_aux_loss"]
+    assert again == pytest.approx(loss, rel=1e-4)
 
 
 def test_micro_batches_weigh_as_many_as_their_tokens(parallel: ParallelMesh, of_qwen3_moe: Path) -> None:

@@ -108,7 +108,8 @@ def test_ranks_without_a_token_take_part(parallel: ParallelMesh, tmp_path: Path,
         assert found["gradients"].keys() == of_one["gradients"].keys()
         for name, gradient in of_one["gradients"].items():
             # A prompt's only token has nothing to choose from in attention, so the queries' gradient is rounding.
-            tolerance = max(1e-4 * float(gradient.abs().max()), 1e-6)
+            # Float32 sums in another order, as on another processor, differ; a missing part makes more than 0.1.
+            tolerance = max(1e-3 * float(gradient.abs().max()), 1e-6)
             torch.testing.assert_close(found["gradients"][name], gradient, atol=tolerance, rtol=0)
     assert of_one["gradients"]["language_model.model.layers.0.mlp.experts.down_proj"].abs().max() > 1e-3
 

@@ -11,11 +11,11 @@ import pytest
 
 START = "import os, subprocess, sys, time; print(os.getpid(), flush=True); "
 PROGRAMS = {
-    "owner": START + "subprocess.Popen([sys.executable, *sys.argv[1:], str(os.getpid())]); time.sleep(60)",
-    "core": START + "subprocess.Popen([sys.executable, *sys.argv[1:]]); time.sleep(60)",
+    "owner": START + "subprocess.Popen([sys.executable, *sys.argv[1:], str(os.getpid())]); time.sleep(600)",
+    "core": START + "subprocess.Popen([sys.executable, *sys.argv[1:]]); time.sleep(600)",
     "worker": "from ppojob_trainer.engines.rollout.owner import end_with; import sys; end_with(int(sys.argv[1])); "
     + START
-    + "time.sleep(60)",
+    + "time.sleep(600)",
     # It waits for the memory of a GPU, and says so at its first poll.
     "waiting": "import os, sys, time, types; from ppojob_trainer.engines.rollout.options import GPU_FREE_FILE, OWNER; "
     "os.environ |= {OWNER: sys.argv[1], GPU_FREE_FILE: '/nowhere'}; said = []; "
@@ -40,7 +40,7 @@ def test_they_end_when_it_is_killed(first: list[str], last: str, tmp_path: Path)
         others = [psutil.Process(number) for number in numbers if number != owner.pid]
         assert [process.is_running() for process in others] == [True] * (len(chain) - 1)
         owner.kill()
-        _, left = psutil.wait_procs(others, timeout=10)
+        _, left = psutil.wait_procs(others, timeout=60)
         for process in left:
             process.kill()
         assert left == []

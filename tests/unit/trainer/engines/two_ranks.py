@@ -111,6 +111,12 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
         parallel, str(model), stays_gathered=stays_gathered, max_tokens_per_gpu=16, dtype=torch.float32
     )
     policy.warm_up(8, 8)
+    engines = {"policy": policy, "adapted": adapted, "halved": halved}
+
+    def sent() -> dict[str, list[torch.Tensor]]:
+        return {name: [tensor.clone() for tensor in engine.weights().gather()] for name, engine in engines.items()}
+
+    before = sent()
     numbers: dict[str, Any] = {}
     messages: dict[str, tuple[int, int]] = {}
     for step in range(2):
@@ -133,11 +139,7 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
     with Messages() as seen:
         list(policy.weights().gather())
     messages["weights"] = (seen.gathers, seen.scatters)
-    sent = {
-        name: [tensor.clone() for tensor in engine.weights().gather()]
-        for name, engine in (("policy", policy), ("adapted", adapted), ("halved", halved))
-    }
-    return {"numbers": numbers, "sent": sent, "messages": messages}
+    return {"numbers": numbers, "before": before, "sent": sent(), "messages": messages}
 
 
 def main() -> None:

@@ -320,10 +320,10 @@ def test_a_kubectl_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     program.write_text("#!/bin/sh\necho begun\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(client, "_LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(client, "_LIMIT_SECONDS", 5)
     pieces: list[bytes] = []
 
-    with pytest.raises(client.KubectlError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(client.KubectlError, match=r"did not answer within 5 s"):
         client.Kubectl().stream("exec", into=pieces.append)
 
     assert b"".join(pieces) == b"begun\n"
