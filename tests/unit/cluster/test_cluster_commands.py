@@ -17,26 +17,26 @@ from tools.cluster.waiting import wait_until
 
 def test_run_returns_the_output_and_passes_input_and_environment() -> None:
     program = "import os, sys; print(sys.stdin.read() + os.environ['ADDED'])"
-    assert run([sys.executable, "-c", program], limit=10, stdin="a", environment={"ADDED": "b"}) == "ab\n"
+    assert run([sys.executable, "-c", program], limit=60, stdin="a", environment={"ADDED": "b"}) == "ab\n"
 
 
 def test_a_failing_program_is_reported_with_what_it_said() -> None:
     with pytest.raises(ClusterError, match=r"exit code 3: .*\nwrong port"):
-        run([sys.executable, "-c", "import sys; sys.stderr.write('wrong port'); sys.exit(3)"], limit=10)
+        run([sys.executable, "-c", "import sys; sys.stderr.write('wrong port'); sys.exit(3)"], limit=60)
 
 
 def test_with_a_log_the_error_ends_with_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "build.log"
     with pytest.raises(ClusterError, match=r"log: .*build.log\n  \| line 1\n  \| line 2"):
-        run([sys.executable, "-c", "print('line 1'); print('line 2'); raise SystemExit(1)"], limit=10, log=log)
+        run([sys.executable, "-c", "print('line 1'); print('line 2'); raise SystemExit(1)"], limit=60, log=log)
 
 
 def test_a_program_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     start = time.monotonic()
-    with pytest.raises(ClusterError, match=r"ended after its limit of 1 s"):
-        run(["sh", "-c", f"sleep 60 & echo $! > {child}; sleep 60"], limit=1)
-    assert time.monotonic() - start < 30
+    with pytest.raises(ClusterError, match=r"ended after its limit of 10 s"):
+        run(["sh", "-c", f"sleep 600 & echo $! > {child}; sleep 600"], limit=10)
+    assert time.monotonic() - start < 200
     wait_until("the end of the child", lambda: str(start_ticks(int(child.read_text())) or ""), limit=30)
 
 
@@ -56,10 +56,10 @@ def test_a_process_that_is_asked_to_end_ends_its_program(tmp_path: Path) -> None
 
 def test_a_missing_program_is_an_error_and_no_success() -> None:
     with pytest.raises(ClusterError, match="cannot run no-such-program"):
-        run(["no-such-program"], limit=5)
-    assert not succeeds(["no-such-program"], limit=5)
-    assert not succeeds(["false"], limit=5)
-    assert succeeds(["true"], limit=5)
+        run(["no-such-program"], limit=60)
+    assert not succeeds(["no-such-program"], limit=60)
+    assert not succeeds(["false"], limit=60)
+    assert succeeds(["true"], limit=60)
 
 
 def test_waiting_ends_as_soon_as_nothing_is_missing() -> None:

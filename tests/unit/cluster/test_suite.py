@@ -103,10 +103,10 @@ def test_a_failed_build_ends_the_run_at_once(
     layout: Layout, project: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     replace_target(project, name, "@echo the disk is full; exit 1")
-    replace_target(project, "lint", "@sleep 60")
+    replace_target(project, "lint", "@sleep 600")
     start = time.monotonic()
     assert parts.run(layout, project) == 1
-    assert time.monotonic() - start < 50
+    assert time.monotonic() - start < 200
     said = capsys.readouterr().out
     assert "the disk is full" in said
     assert "make lint: ended with the run" in said
@@ -115,19 +115,21 @@ def test_a_failed_build_ends_the_run_at_once(
 
 
 def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    replace_target(project, "lint", "@sleep 60")
+    # A busy machine may take seconds until the target has written that it ran.
+    replace_target(project, "lint", "@sleep 600")
     start = time.monotonic()
-    assert parts.run(layout, project, [Part("lint", 0.5), Part("types", 60, after="lint")]) == 1
-    assert time.monotonic() - start < 50
-    assert "ended after its limit of 0.5 s" in capsys.readouterr().out
+    assert parts.run(layout, project, [Part("lint", 10), Part("types", 60, after="lint")]) == 1
+    assert time.monotonic() - start < 200
+    assert "ended after its limit of 10 s" in capsys.readouterr().out
     assert ran(project) == ["lint", "types", "cluster-down"]
 
 
 def leave_running(project: Path, name: str) -> None:
     # A separate session, as Ray's daemons have: ending the part's process group would miss it.
-    replace_target(
-        project, name, "@setsid --fork sh -c 'echo $$$$ > pid; exec sleep 61'; while [ ! -s pid ]; do :; done"
-    )
+    # The part ends when the program that it leaves is `sleep`, no longer the shell that starts it.
+    start = "setsid --fork sh -c 'echo $$$$ > pid; exec sleep 61'"
+    is_sleep = '[ "$$(cat /proc/$$(cat pid)/comm)" = sleep ]'
+    replace_target(project, name, f"@{start}; until {is_sleep}; do sleep 0.1; done 2>/dev/null")
 
 
 def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +145,7 @@ def test_the_cluster_that_a_part_starts_keeps_running(layout: Layout, project: P
     pid = int((project / "pid").read_text())
     ticks = start_ticks(pid)
     assert ticks is not None
-    end(pid, ticks, limit=5)
+    end(pid, ticks, limit=60)
 
 
 def test_every_part_is_a_target_of_the_makefile() -> None:
