@@ -32,6 +32,8 @@ from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker, _Drawn
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 NUM_TENSORS, SHAPE = 3, (64, 64)
+RESPONSE_S = 1.0
+"""Seconds for a response: long enough to kill a node in mid-generation, on a slow machine too."""
 LOST_IN_PUSH = 3
 """The version that the engine of rank 1 does not receive to the end: its node is killed."""
 
@@ -66,7 +68,7 @@ class LightEngine:
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: SamplingOptions
     ) -> AsyncIterator[tuple[int, Generation]]:
         for index, seed in enumerate(seeds):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(RESPONSE_S)
             tokens = response_of(seed, self._weights)
             yield index, Generation(tokens, [0.0] * len(tokens), "length")
 

@@ -123,11 +123,31 @@ class Prompts:
         return cls(Table.of_stored(store_rows(batch)), [Prompt(("t", prompt), 1) for prompt in prompts])
 
 
+class Watched(ElasticRolloutGroup):
+    """Tells whose responses were reported, and are kept outside of the pool."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reported: list[int] = []
+
+    async def kept(self, rank: int, responses: Table) -> Table:
+        found = await super().kept(rank, responses)
+        self.reported.append(rank)
+        return found
+
+    async def wait_for_report(self, rank: int) -> None:
+        """Wait until the engine has reported responses after this call."""
+        self.reported.clear()
+        async with asyncio.timeout(60):
+            while rank not in self.reported:
+                await asyncio.sleep(0.05)
+
+
 @dataclass
 class Run:
     """The groups of a job with nothing but an actor, engines and the data's process."""
 
-    rollout: ElasticRolloutGroup
+    rollout: Watched
     actor: Any
     weights: WeightsGroup
     generation: Generation[Table]
@@ -166,7 +186,7 @@ async def made(folder: Path) -> Run:
         return Replica(launcher.start("rollout", make, reserved, reserved.bundles, first_rank=rank), None)
 
     none = launcher.none_of("rollout", RolloutWorker)
-    rollout = ElasticRolloutGroup(job, "spot", NodesOfPool(job, "spot"), start, none, data.keep)
+    rollout = Watched(job, "spot", NodesOfPool(job, "spot"), start, none, data.keep)
     await rollout.begin_load()
     await rollout.load()
     weights = WeightsGroup(actor, [rollout], job)
@@ -193,7 +213,8 @@ async def whole_story(nodes: Nodes, folder: Path) -> None:
 
         await run.push()
         generating = asyncio.create_task(run.generate())
-        await asyncio.sleep(0.5)
+        await run.rollout.wait_for_report(0)
+        assert not generating.done()
         await asyncio.to_thread(nodes.kill, run.node_of(0))
         await generating
         found = run.generation.metrics()
@@ -210,7 +231,8 @@ async def whole_story(nodes: Nodes, folder: Path) -> None:
 
         await run.push()
         generating = asyncio.create_task(run.generate())
-        await asyncio.sleep(0.5)
+        await run.rollout.wait_for_report(2)
+        assert not generating.done()
         await asyncio.to_thread(nodes.kill, run.node_of(2))
         while run.rollout.ranks:
             await asyncio.sleep(0.1)

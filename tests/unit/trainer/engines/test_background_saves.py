@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ppojob_api.v1alpha1.model import Offload
 from ppojob_trainer.engines.errors import CheckpointUnwritableError
+from ppojob_trainer.engines.train.fsdp.background_saves import BackgroundSaves
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.offload import Offloader
 from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
@@ -33,15 +34,21 @@ SINGLE_NUMBER = 4
 
 @dataclass
 class Gates:
-    """Hold up a save: before its tensors are copied, and before they are written."""
+    """Hold up a save: before its tensors are copied, and before they are written.
+
+    needs_copies, needs_all: an update has begun to wait until all is copied, or written.
+    """
 
     may_copy: threading.Event = field(default_factory=threading.Event)
     may_write: threading.Event = field(default_factory=threading.Event)
+    needs_copies: threading.Event = field(default_factory=threading.Event)
+    needs_all: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     found, copying, write_data = Gates(), Offloader.copying, FileSystemWriter.write_data
+    wait = BackgroundSaves._wait
 
     def late_copying(self: Offloader, state: dict[str, Any]) -> Any:
         copy = copying(self, state)
@@ -56,6 +63,12 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
         assert found.may_write.wait(LIMIT_S)
         return write_data(self, *args)
 
+    def told_wait(self: BackgroundSaves, future: Future[Any]) -> None:
+        assert self._running is not None
+        (found.needs_copies if future is self._running.copied else found.needs_all).set()
+        wait(self, future)
+
+    monkeypatch.setattr(BackgroundSaves, "_wait", told_wait)
     monkeypatch.setattr(Offloader, "copying", late_copying)
     monkeypatch.setattr(FileSystemWriter, "write_data", late_write)
     yield found
@@ -117,7 +130,9 @@ def test_an_update_waits_for_the_copies_before_its_first_step_and_not_for_the_st
 
     # What changes no parameter does not wait.
     engine.forward(batch)
+    assert not gates.needs_copies.is_set()
     updating = thread.submit(engine.update, batch)
+    assert gates.needs_copies.wait(LIMIT_S)
     assert is_waiting(updating)
     assert all(torch.equal(*both) for both in zip(trained(engine), before, strict=True))
     gates.may_copy.set()
@@ -147,6 +162,7 @@ def test_with_offloaded_moments_an_update_waits_at_its_end_until_all_is_written(
     engine.save(tmp_path / "step", in_background=True)
 
     updating = thread.submit(engine.update, batch)
+    assert gates.needs_all.wait(LIMIT_S)
     assert is_waiting(updating)
     gates.may_write.set()
     metrics = updating.result(LIMIT_S)

@@ -16,7 +16,7 @@ from ppojob_trainer.engines.train.fsdp import engine as engine_module
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines import option_ranks, peer_ranks
-from tests.unit.trainer.engines.test_engine_peer_options import read_ranks, whole_models
+from tests.unit.trainer.engines.test_engine_peer_options import SAME_GRADIENTS, read_ranks, whole_models
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.test_engine_routing import COEFFICIENT, make_policy, random_recording
 from tests.unit.trainer.engines.tiny_experts import saved, tiny_experts
@@ -75,7 +75,8 @@ def assert_as_one_rank(
             assert found["metrics"][metric] == pytest.approx(expected, rel=tolerance, abs=1e-5), metric
         for name_, gradient in of_one["gradients"][0].items():
             apart = (found["gradients"][0][name_] - gradient).abs().max() / gradient.abs().max()
-            assert apart < 1e-4, f"{name_}: {apart:g} of the gradient"
+            # Orders of the sums differ; see `SAME_GRADIENTS`.
+            assert apart < SAME_GRADIENTS[0], f"{name_}: {apart:g} of the gradient"
     assert of_one["metrics"]["actor/routing_differs"] > 0.1
     assert of_one["metrics"]["actor/router_aux_loss"] > 0.1
 

@@ -89,13 +89,18 @@ async def judged(*, solution_str: str, bonus: float = 0.0, **_: Any) -> Any:
 
 running = 0
 most = 0
+have_met = asyncio.Event()
 
 
-async def counts(**_: Any) -> float:
-    """Return the most calls that were ever running at the same time."""
+async def counts(*, expected: int, **_: Any) -> float:
+    """Return the most calls that were ever running at the same time; the first ones wait until `expected` run."""
     global running, most
     running += 1
     most = max(most, running)
+    if running == expected:
+        have_met.set()
+    await asyncio.wait_for(have_met.wait(), 60)
+    # A call beyond the expected ones would start now.
     await asyncio.sleep(0.02)
     running -= 1
     return most

@@ -40,6 +40,13 @@ def many(number: int, **special: str) -> list[ScoreItem]:
     return items(*texts)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture
 def scorer_of() -> Iterator[MakeScorer]:
     """Make and start scorers of a function in `odd_functions`; their processes end with the test."""
@@ -152,42 +159,48 @@ def test_after_a_failed_batch_the_next_one_gets_its_own_answers(scorer_of: MakeS
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_one_response_that_hangs_costs_its_limit_and_no_other_response(scorer_of: MakeScorer, concurrency: int) -> None:
-    scorer = scorer_of(on_error="Drop", timeout_seconds=2, concurrency=concurrency)
+    scorer = scorer_of(on_error="Drop", timeout_seconds=10, concurrency=concurrency)
 
     started = time.monotonic()
     results = scorer.score(many(256, at_40="hang"))
 
-    assert 2 <= time.monotonic() - started < 20
+    assert 10 <= time.monotonic() - started < 200
     assert [place for place, result in enumerate(results) if result.is_timeout] == [40]
-    assert "exceeded timeoutSeconds (2 s) for prompt 140 of 'source', response 'hang'" in (results[40].error or "")
+    assert "exceeded timeoutSeconds (10 s) for prompt 140 of 'source', response 'hang'" in (results[40].error or "")
     assert sum(result.score for result in results) == 255
 
 
 @pytest.mark.slow
 def test_with_fail_a_response_that_hangs_is_a_timeout_error(scorer_of: MakeScorer) -> None:
     with pytest.raises(RewardTimeoutError, match=r"for prompt 101 .*set reward.function.onError to Score or Drop"):
-        scorer_of(timeout_seconds=1).score(many(5, at_1="hang"))
+        scorer_of(timeout_seconds=5).score(many(5, at_1="hang"))
 
 
 @pytest.mark.slow
 def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, tmp_path: Path) -> None:
-    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, on_error="Score", timeout_seconds=1)
+    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, on_error="Score", timeout_seconds=10)
 
     scorer.score(items("child"))
 
     pid = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["hang", "stubborn"])
-def test_a_coroutine_that_never_ends_is_named(scorer_of: MakeScorer, text: str) -> None:
-    scorer = scorer_of("judged", on_error="Score", timeout_seconds=1)
+def test_a_coroutine_that_never_ends_is_named(
+    scorer_of: MakeScorer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 100.0)
+    scorer = scorer_of("judged", on_error="Score", timeout_seconds=5)
 
     started = time.monotonic()
     results = scorer.score(many(256, at_7=text))
 
-    assert time.monotonic() - started < 1 + processes.GRACE_S, "its process was not ended"
+    assert time.monotonic() - started < 100, "only the end of the grace has shown it"
     assert [place for place, result in enumerate(results) if result.is_timeout] == [7]
 
 
@@ -197,7 +210,7 @@ def test_a_coroutine_that_takes_its_event_loop_along_is_found_among_the_others(
     scorer_of: MakeScorer, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 1.0)
-    scorer = scorer_of("judged", on_error="Score", error_score=-1.0, timeout_seconds=1)
+    scorer = scorer_of("judged", on_error="Score", error_score=-1.0, timeout_seconds=5)
 
     results = scorer.score(many(100, at_7=text))
 
@@ -210,8 +223,11 @@ def test_a_coroutine_that_takes_its_event_loop_along_is_found_among_the_others(
 def test_calls_of_a_coroutine_function_wait_at_the_same_time(
     scorer_of: MakeScorer, concurrency: int | None, expected: int
 ) -> None:
-    results = scorer_of("counts", concurrency=concurrency).score(many(300))
+    scorer = scorer_of("counts", kwargs={"expected": expected}, concurrency=concurrency, timeout_seconds=120)
 
+    results = scorer.score(many(300))
+
+    assert [result.error for result in results] == [None] * 300
     assert max(result.score for result in results) == expected
 
 

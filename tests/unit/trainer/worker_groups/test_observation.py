@@ -180,31 +180,42 @@ def test_the_phase_is_known_within_it_only() -> None:
 
 
 _HANGING = r"""
-import logging, subprocess, sys, time
+import subprocess, sys, time
+from pathlib import Path
 from ppojob_trainer.telemetry import CurrentPhase, configure_logging
-from ppojob_trainer.worker_groups.watchdog import watched
+from ppojob_trainer.worker_groups import watchdog
+
+own_output, limit_s, longest_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+watchdog._PY_SPY_TIMEOUT_S = 60.0
+in_child = "import time\ndef in_the_child():\n    print('up', flush=True)\n    time.sleep(600)\nin_the_child()"
+child = subprocess.Popen([sys.executable, "-c", in_child], stdout=subprocess.PIPE)
+assert child.stdout.readline() == b"up\n"
 
 def where_it_hangs():
-    time.sleep({seconds})
-
-child = subprocess.Popen([sys.executable, "-c", "import time\ndef in_the_child():\n    time.sleep(60)\nin_the_child()"])
-time.sleep(0.5)
+    # Until all is reported.
+    expected, deadline = ("in where_it_hangs", f"child process {child.pid}:"), time.monotonic() + longest_s
+    while time.monotonic() < deadline and not all(text in own_output.read_text() for text in expected):
+        time.sleep(0.1)
 
 configure_logging()
-with watched("rollout rank 0", "generate", CurrentPhase("gen", "rollout", 7, time.time() + 0.5)):
+with watchdog.watched("rollout rank 0", "generate", CurrentPhase("gen", "rollout", 7, time.time() + limit_s)):
     where_it_hangs()
 child.kill()
 child.wait()
 """
 
 
-def _output_of_a_call(seconds: float) -> str:
-    command = [sys.executable, "-c", _HANGING.format(seconds=seconds)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+def _output_of_a_call(folder: Path, *, limit_s: float, longest_s: float) -> str:
+    """Return what a call with this limit says that hangs until it is reported, for at most so long."""
+    output = folder / "output"
+    command = [sys.executable, "-c", _HANGING, str(output), str(limit_s), str(longest_s)]
+    with output.open("w") as file:
+        subprocess.run(command, stderr=file, timeout=300, check=True)
+    return output.read_text()
 
 
-def test_a_call_that_hangs_reports_where_and_where_its_children_are() -> None:
-    told = _output_of_a_call(5.0)
+def test_a_call_that_hangs_reports_where_and_where_its_children_are(tmp_path: Path) -> None:
+    told = _output_of_a_call(tmp_path, limit_s=0.5, longest_s=60.0)
 
     assert "rollout rank 0 still runs generate: phase gen of step 7 reaches its limit in 0.0 s" in told
     assert "in where_it_hangs" in told
@@ -213,8 +224,8 @@ def test_a_call_that_hangs_reports_where_and_where_its_children_are() -> None:
     assert "in_the_child" in told or "ermission" in told
 
 
-def test_a_call_that_ends_in_time_reports_nothing() -> None:
-    assert _output_of_a_call(0.0) == ""
+def test_a_call_that_ends_in_time_reports_nothing(tmp_path: Path) -> None:
+    assert _output_of_a_call(tmp_path, limit_s=60.0, longest_s=0.0) == ""
 
 
 class _Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from ppojob_trainer.protocol.ragged import Ragged
 from ppojob_trainer.worker_groups.roles import rollout as rollout_module
 from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
+
+LITTLE_PATIENCE_S = 0.2
 
 
 @dataclass
@@ -77,6 +80,15 @@ class Replica(RolloutWorker):
         batch = DataProto.from_dict({Keys.PROMPT_IDS: Ragged.from_rows([[prompt] for prompt in prompts], torch.int32)})
         self.begin(batch, [100 + prompt for prompt in prompts], 3, generation, is_validation)
 
+    def find_too_few(self, num_rows: int) -> None:
+        """Collect with little patience until a response is ready: nothing comes."""
+        deadline = time.monotonic() + 60
+        self._patience_s = LITTLE_PATIENCE_S
+        while not self._drawn.ready:
+            assert time.monotonic() < deadline, "no response is ready"
+            assert self.collect(num_rows) is None
+        self._patience_s = None
+
     def end(self) -> None:
         async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -92,7 +104,7 @@ class Replica(RolloutWorker):
 
 @pytest.fixture
 def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    monkeypatch.setattr(rollout_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(rollout_module, "PATIENCE_S", 30.0)
     monkeypatch.setattr(rollout_module, "store_rows", lambda batch: batch)
     replica = Replica(tmp_path / "rollout-0.log")
     yield replica
@@ -117,7 +129,7 @@ def test_too_few_responses_stay_until_there_are_enough(replica: Replica) -> None
     replica.give([2])
     replica.engine.finish(1)
 
-    assert replica.collect(2) is None
+    replica.find_too_few(2)
     replica.engine.finish(2)
 
     assert replica.collect(2) == Collected((101, 102), cast("Any", [1, 2]))
@@ -127,7 +139,7 @@ def test_a_failure_comes_after_everything_that_was_finished_before(replica: Repl
     replica.give([1])
     replica.give([13])
     replica.engine.finish(1)
-    assert replica.collect(2) is None
+    replica.find_too_few(2)
     replica.engine.finish(13)
 
     assert replica.collect(2) == Collected((101,), cast("Any", [1]))
@@ -138,8 +150,9 @@ def test_a_failure_comes_after_everything_that_was_finished_before(replica: Repl
 def test_an_engine_that_is_given_up_while_vllm_runs_is_lost_with_its_unfinished_responses(replica: Replica) -> None:
     replica.give([1, 2])
     replica.engine.finish(1)
-    assert replica.collect(2) is None
+    replica.find_too_few(2)
     replica.engine.loss = "a worker waits for another one"
+    replica._patience_s = LITTLE_PATIENCE_S
 
     assert replica.collect(2) == Collected((101,), cast("Any", [1]))
     for _ in range(2):
@@ -176,7 +189,7 @@ def test_out_of_memory_and_other_failures_are_no_loss_of_an_engine(
 def test_a_new_generation_drops_the_rest_of_the_one_before(replica: Replica) -> None:
     replica.give([1, 2], generation=1)
     replica.engine.finish(1)
-    assert replica.collect(2) is None
+    replica.find_too_few(2)
 
     replica.give([3], generation=2, is_validation=True)
     replica.engine.finish(2, 3)
