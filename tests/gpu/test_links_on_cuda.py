@@ -80,7 +80,7 @@ def run(
         limit=2 * link_ranks.LIMIT_SECONDS,
         gpus=gpus,
         meanwhile=meanwhile,
-        **settings,
+        environment=settings,
     )
     print(backend, case, settings, sender_of(folder)["seconds"])
 

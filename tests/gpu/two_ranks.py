@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +14,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 def run_two_ranks(module: ModuleType, arguments: Sequence[object], *, limit: float, **environment: str) -> None:
     """Run two ranks, see `run_ranks`."""
-    run_ranks(2, module, arguments, limit=limit, **environment)
+    run_ranks(2, module, arguments, limit=limit, environment=environment)
 
 
 def run_ranks(
@@ -25,7 +25,7 @@ def run_ranks(
     limit: float,
     gpus: Sequence[int] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
-    **environment: str,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run `python -m MODULE RANK ARGUMENTS...` for each rank to its end; all must exit with 0.
 
@@ -37,7 +37,7 @@ def run_ranks(
         meanwhile: is called while they run.
         environment: more variables of the processes.
     """
-    settings = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4", **environment}
+    settings = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4", **(environment or {})}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module.__name__, str(rank), *map(str, arguments)],
