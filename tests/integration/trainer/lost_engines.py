@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
@@ -24,15 +25,34 @@ LOST_POOL, LOST_STEP = "critic", 2
 
 
 class _LosesAnEngine(RolloutWorker):
+    """Before the loss, the other engine reports nothing of the step: it cannot take all samples meanwhile."""
+
     num_parts = 0
+    has_waited = False
 
     def _batch(self, prompt_ids: list[list[int]], written: Sequence[Any]) -> DataProto:
         phase = current_phase()
-        if phase is not None and (phase.phase, phase.step, phase.role) == ("gen", LOST_STEP, f"rollout_{LOST_POOL}"):
-            self.num_parts += 1
-            if self.is_time():
-                self.lose()
+        if phase is not None and (phase.phase, phase.step) == ("gen", LOST_STEP):
+            if phase.role != f"rollout_{LOST_POOL}":
+                self.wait_for_loss()
+            else:
+                self.num_parts += 1
+                if self.is_time():
+                    self.marker.touch()
+                    self.lose()
         return super()._batch(prompt_ids, written)
+
+    @property
+    def marker(self) -> Path:
+        """The file that says that the engine is lost; the replicas of a run have their logs in one folder."""
+        return self.context.log_file.parent / "an-engine-is-lost"
+
+    def wait_for_loss(self) -> None:
+        """Wait until the engine is lost, for at most a minute of the run."""
+        deadline = time.monotonic() + 60
+        while not (self.has_waited or self.marker.exists()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.has_waited = True
 
     def is_time(self) -> bool:
         """Whether the engine is lost before it stores this part of its responses."""
