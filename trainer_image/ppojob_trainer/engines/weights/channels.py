@@ -284,4 +284,4 @@ def _abort(group: Any) -> None:
     try:
         group.abort()
     except (dist.DistError, RuntimeError) as error:
-        logger.warning("a weight link over NCCL was not closed in order: %s", error)
+        logger.warning("a weight link over NCCL was closed with an error: %s", error)
