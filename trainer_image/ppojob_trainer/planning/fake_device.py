@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -151,6 +151,8 @@ def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
             yield create_mesh(torch.device("cpu"), rank, dims, _ANY_TIMEOUT)
     finally:
         dist.destroy_process_group()
+        # DTensor's caches have meshes of these groups, and would give them to the next ranks with the same sizes.
+        debug._clear_sharding_prop_cache()
 
 
 def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
