@@ -152,7 +152,7 @@ def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
     finally:
         dist.destroy_process_group()
         # DTensor's caches have meshes of these groups, and would give them to the next ranks with the same sizes.
-        debug._clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
