@@ -223,7 +223,7 @@ FUZZ := 10000
 .PHONY: fuzz
 fuzz: install ## Send thousands of generated specs to the operator's code, and some of them to the cluster (FUZZ="10000").
 	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) --capture=no tests/unit/operator/test_fuzzed_specs.py tests/unit/operator/reconcile/test_states.py
-	PPOJOB_FUZZ=$$(($(FUZZ) / 10)) $(PYTEST) --capture=no --timeout=7200 tests/integration/operator/test_fuzzed_jobs.py
+	PPOJOB_FUZZ=$$(($(FUZZ) / 10)) $(PYTEST) --capture=no --timeout=7200 tests/integration/operator/test_fuzzed_jobs.py tests/integration/operator/test_fuzzed_edits.py
 
 .PHONY: e2e
 e2e: install ## Run whole jobs on the cluster.

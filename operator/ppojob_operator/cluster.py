@@ -23,6 +23,7 @@ from ppojob_operator.api_server import (
 )
 from ppojob_operator.manifests import naming, queues
 from ppojob_operator.manifests.ray_cluster import with_job_fields
+from ppojob_operator.manifests.trials import trials
 from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 
 _ALL_JOBS = f"/apis/{constants.GROUP}/{constants.VERSION}/{constants.PLURAL}"
@@ -133,16 +134,18 @@ class Cluster:
         if (await self._patch(manifest, _APPLY)).status == 409:
             raise ApiUnavailable(f"{kind} {metadata['name']} changed while it was being written")
 
-    async def dry_run(self, manifest: Manifest) -> str:
-        """Apply as a dry run; return why the API server or a webhook rejects the object, or "".
+    async def dry_run(self, cluster: Manifest) -> str:
+        """Apply a RayCluster and its pods as a dry run; return why the API server or a webhook rejects one, or "".
 
         Raises:
             ApiUnavailable: it did not answer.
         """
-        try:
-            (await self._patch(manifest, {**_APPLY, "dryRun": "All"})).expect(200, 201)
-        except (ApiRefused, ApiFailed) as error:
-            return str(error)
+        for trial in trials(cluster):
+            try:
+                (await self._patch(trial.manifest, {**_APPLY, "dryRun": "All"})).expect(200, 201)
+            except (ApiRefused, ApiFailed) as error:
+                if words := trial.refusal(str(error)):
+                    return words
         return ""
 
     async def read_lease(self, namespace: str, name: str) -> Manifest | None:

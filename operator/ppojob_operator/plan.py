@@ -298,7 +298,7 @@ class Observed:
     last_error: str = ""
     """Error of the last reconcile of this job. Empty: none."""
     dry_run: str | None = None
-    """Why the API server rejects the RayCluster of the new layout. Empty: it accepts it. None: not tried."""
+    """Why the API server rejects the RayCluster of the new layout or its pods. Empty: it accepts them. None: not tried."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Plan:
     """Delete the PPOJob: its ttlSecondsAfterFinished has passed."""
     events: tuple[EventRecord, ...] = ()
     dry_run: Manifest | None = None
-    """RayCluster to apply as a dry run, before anything else. None: none."""
+    """RayCluster to apply with its pods as a dry run, before anything else. None: none."""
     read_log_of: str = ""
     """Submission whose log `decide` needs, before anything else. Empty: none."""
     state: str = ""

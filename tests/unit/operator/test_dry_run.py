@@ -1,4 +1,6 @@
-"""A RayCluster is tried on the API server without being stored, and its words are returned."""
+"""A RayCluster and its pods are tried on the API server without being stored, and its words are returned."""
+
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -31,9 +33,47 @@ async def test_nothing_is_stored_and_a_refusal_is_returned(status: int, words: s
 
     assert words in found
     assert bool(found) == bool(words)
-    [request] = asked
-    assert (request.method, request.query["dryRun"]) == ("PATCH", "All")
-    assert request.path.endswith("/namespaces/rl-team/rayclusters/arithmetic-next")
+    assert {(request.method, request.query["dryRun"]) for request in asked} == {("PATCH", "All")}
+    assert asked[0].path.endswith("/namespaces/rl-team/rayclusters/arithmetic-next")
+    groups = 1 + len(WANTED["spec"]["workerGroupSpecs"])
+    assert [request.path.rsplit("/", 2)[1] for request in asked[1:]] == ([] if words else groups * ["jobs"])
+
+
+@pytest.mark.parametrize(("group", "path"), [(0, "spec.head.podTemplate"), (2, "spec.pools[1].podTemplate")])
+async def test_a_pod_that_would_be_refused_is_named_by_its_field_in_the_ppojob(group: int, path: str) -> None:
+    tried: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path.rsplit("/", 2)[1] == "rayclusters":
+            return web.json_response({}, status=201)
+        tried.append(await request.json())
+        if len(tried) <= group:
+            return web.json_response({}, status=201)
+        field = "spec.template.spec.volumes[3].name"
+        return web.json_response({"message": f'Job.batch "x" is invalid: {field}: Duplicate value: "a"'}, status=422)
+
+    async with connected(answer) as api:
+        found = await Cluster(api, reporter="operator").dry_run(WANTED)
+
+    assert found == f'{path}.spec.volumes[3].name: Duplicate value: "a"'
+    templates = [each["template"] for each in (WANTED["spec"]["headGroupSpec"], *WANTED["spec"]["workerGroupSpecs"])]
+    assert [each["spec"]["template"] for each in tried] == templates[: group + 1]
+    assert all(each["metadata"]["ownerReferences"] == WANTED["metadata"]["ownerReferences"] for each in tried)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (403, 'rayclusters.ray.io "x" is forbidden: exceeded quota: team, requested: count/rayclusters.ray.io=1'),
+        (400, 'admission webhook "x.example.com" does not support dry run'),
+    ],
+)
+async def test_what_says_nothing_about_a_later_request_is_no_refusal(status: int, words: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"message": words}, status=status)
+
+    async with connected(answer) as api:
+        assert await Cluster(api, reporter="operator").dry_run(WANTED) == ""
 
 
 async def test_an_api_server_that_cannot_answer_now_is_asked_again() -> None:

@@ -27,8 +27,8 @@
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
-  updated in flight. old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on
-  the staleness.
+  updated in flight. reward N+1 (ref too, if no model of its pool is updated) runs while step N is trained. old_log_prob
+  stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
 
 `loop` calls `queue.begin` (generations), `prepare` (up to the advantages: it changes no model and can be dropped) and
 `apply` (cannot be dropped). Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped
@@ -52,7 +52,7 @@ from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Prompts, Rollout
 from ppojob_trainer.controller.queue import Generated, GenerationQueue
-from ppojob_trainer.controller.schedule import Schedule
+from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed
 
 if TYPE_CHECKING:
     # `maths` imports torch, which the controller does not need.
@@ -107,7 +107,8 @@ class PPO(Generic[B]):
         self.queue = GenerationQueue(self._generate, schedule.max_staleness, in_flight=schedule.in_flight)
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
-        self._streamed: StreamedPhases[B] | None = None
+        # With older weights, those of several steps.
+        self._streamed: set[StreamedPhases[B]] = set()
         self._sampler = None if settings.sampling is None else DynamicSampler(settings.sampling)
 
     async def _generate(self, step: int, version: int) -> Generated[B]:
@@ -270,8 +271,8 @@ class PPO(Generic[B]):
     def close(self) -> None:
         """Cancel what still runs when the run ends by an error or a stop."""
         self.queue.drop()
-        if self._streamed is not None:
-            self._streamed.cancel()
+        for streamed in self._streamed:
+            streamed.cancel()
         for task in (self._critic_update, self._step_hooks):
             if task is not None:
                 task.cancel()
@@ -310,11 +311,11 @@ class PPO(Generic[B]):
         try:
             whole = await on_whole(phases, chains, generated.batch)
             found = {**whole, **(await streamed.found() if streamed is not None else {})}
-        except BaseException:
+        finally:
             # A stop drops the step, and so the phases that have already started.
             if streamed is not None:
                 streamed.cancel()
-            raise
+                self._streamed.discard(streamed)
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
         if generated.is_scored:
@@ -330,7 +331,8 @@ class PPO(Generic[B]):
         for chain in chains.keys() & written.keys():
             first = chains[chain][0]
             phases[first] = phases[first].after(written[chain])
-        streamed = self._streamed = StreamedPhases(phases, list(chains.values()))
+        streamed = StreamedPhases(phases, list(chains.values()))
+        self._streamed.add(streamed)
 
         def take(rows: Sequence[int], responses: B) -> None:
             streamed.add(rows, prompts.batch.take(rows).union(responses))
@@ -348,21 +350,13 @@ class PPO(Generic[B]):
         """Return the phases that must run one after the other, by the pool that they keep busy."""
         chains: dict[str, list[str]] = {}
         for name, phase in phases.items():
-            chains.setdefault(self._chain_of(name, phase.role), []).append(name)
+            chain = chain_of(name, phase.role, self._schedule, self._settings.pool_of)
+            chains.setdefault(chain, []).append(name)
         return chains
 
-    def _chain_of(self, phase: str, role: str) -> str:
-        """Return the chain of this phase; it waits for the phases before it in that chain."""
-        schedule, pool_of = self._schedule, self._settings.pool_of
-        if not (schedule.reference if phase == Phase.REF else schedule.values):
-            return pool_of["actor"]
-        # The reward function uses no GPU, so it is in no pool's chain.
-        return "(no pool)" if phase == Phase.REWARD else pool_of[role]
-
     def _is_streamed(self, chain: str) -> bool:
-        """Whether the phases of a chain may run while engines generate, in other pools or in several pools."""
-        writing = {self._settings.pool_of[role] for role in self._generation.roles}
-        return chain not in writing or len(writing) > 1
+        pool_of = self._settings.pool_of
+        return is_streamed(chain, self._schedule, pool_of, {pool_of[role] for role in self._generation.roles})
 
     def _forward_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
         """Return the forward phases of a step, in the serial order."""

@@ -14,8 +14,9 @@ from typing import Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ScheduleMode
+from ppojob_trainer.controller.phases import Phase
 
-__all__ = ["Schedule", "is_one_update", "schedule_for", "schedule_of"]
+__all__ = ["Schedule", "chain_of", "is_one_update", "is_streamed", "schedule_for", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Schedule:
     updates: the critic's update runs during the actor's.
     weight_sync: the weights are sent as soon as the actor's update is done, without waiting for the critic.
     next_generation: the next step's generation runs during the critic's update.
-    streaming: values, ref and reward of finished responses run while others are generated; with dynamic sampling only
-    the reward, which chooses the rows.
+    streaming: values, ref and reward of finished responses run while others are generated, and with older weights also
+    while a step is trained (`is_streamed`); with dynamic sampling only the reward, which chooses the rows.
     old_log_prob: the phase is left out if the ratio is 1 by construction.
     max_staleness: how many steps older than the trained weights those may be with which a response begins; 0:
     on-policy.
@@ -58,13 +59,13 @@ _SCHEDULES: Final = {
         streaming=True,
         old_log_prob=True,
     ),
-    # No streaming: log-probs and values are those of the models that the step begins with, which do not exist yet.
     ScheduleMode.ONE_STEP_OFF: Schedule(
         values=True,
         reference=True,
         updates=True,
         weight_sync=True,
         next_generation=True,
+        streaming=True,
         old_log_prob=True,
         max_staleness=DEFAULT_STALENESS,
     ),
@@ -104,6 +105,29 @@ def schedule_for(spec: PPOJobSpec) -> Schedule:
     if staleness is None:
         return schedule
     return replace(schedule, max_staleness=staleness, in_flight=spec.schedule.updates_in_flight)
+
+
+def chain_of(phase: str, role: str, schedule: Schedule, pool_of: Mapping[str, str]) -> str:
+    """Return the chain of a forward phase, by its pool; a phase waits for the phases before it in its chain."""
+    if not (schedule.reference if phase == Phase.REF else schedule.values):
+        return pool_of["actor"]
+    # The reward function uses no GPU, so it is in no pool's chain.
+    return "(no pool)" if phase == Phase.REWARD else pool_of[role]
+
+
+def is_streamed(chain: str, schedule: Schedule, pool_of: Mapping[str, str], writing: Collection[str]) -> bool:
+    """Return whether a chain's phases may start on finished responses.
+
+    A pool that generates computes nothing else, unless there are others that still generate when it is done. With older
+    weights, log-probs and values are those of the models that the step begins with, which do not exist yet; and in a
+    pool where models are updated, a phase of a later step would delay this one.
+
+    Args:
+        writing: the pools in which engines generate.
+    """
+    if schedule.max_staleness and chain in (pool_of["actor"], pool_of.get("critic")):
+        return False
+    return schedule.streaming and (chain not in writing or len(writing) > 1)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

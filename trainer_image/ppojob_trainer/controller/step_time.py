@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.phases import Phase
-from ppojob_trainer.controller.schedule import Schedule
+from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed
 
 __all__ = ["Layout", "StepTime", "is_of_step", "role_of", "step_time"]
 
@@ -101,14 +101,17 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
         seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
     """
     schedule, play = layout.schedule, _Simulation(seconds, layout)
-    period = 1 if schedule.in_flight else max(1, schedule.max_staleness)
-    number = _NUM_STALE_PERIODS * schedule.max_staleness or _NUM_PERIODS
+    staleness = schedule.max_staleness
+    push_every = 1 if schedule.in_flight else max(1, staleness)
+    # Steps between a push and the push of the first step that its weights generate: these may take turns in length.
+    period = (staleness + 1 if schedule.in_flight else 2 * staleness) or 1
+    number = _NUM_STALE_PERIODS * staleness or _NUM_PERIODS
     ends = [play.step() for _ in range(number)]
     length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
         for pool in layout.pools_of(phase):
-            work[pool] += taken / (period if phase == Phase.UPDATE_WEIGHTS else 1)
+            work[pool] += taken / (push_every if phase == Phase.UPDATE_WEIGHTS else 1)
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
 
@@ -158,7 +161,7 @@ class _Simulation:
             ended = [end for _, end in self._generations[-1:]]
             start = self._run(Phase.DATA, max([self._pushed, *ended]) if ahead else began)
             self._generations.append((start, self._run(Phase.GENERATE, start)))
-        return max(began, self._generations[self._step - 1][1])
+        return max(began, self._written())
 
     def _push(self, ready: float) -> float:
         """Simulate the transfer of the weights, unless this step has none. If it is not in flight, it waits for all
@@ -187,26 +190,32 @@ class _Simulation:
 
     def _forward(self, generated: float) -> float:
         """Simulate the chains; the chain that is ready first gets the pool first."""
+        schedule, pool_of = self._layout.schedule, self._layout.pool_of
         chains: dict[str, list[str]] = {}
         for phase, role in _FORWARD:
-            chains.setdefault(self._chain_of(phase, role), []).append(phase)
-        reached = dict.fromkeys(chains, generated)
+            if phase in self.seconds:
+                chains.setdefault(chain_of(phase, role, schedule, pool_of), []).append(phase)
+        reached = {chain: self._written() if self._is_early(chain) else generated for chain in chains}
         while chains:
             ready = {chain: self._ready(phases[0], reached[chain]) for chain, phases in chains.items()}
             first = min(ready, key=lambda chain: ready[chain])
             reached[first] = self._run(chains[first].pop(0), ready[first])
             chains = {chain: phases for chain, phases in chains.items() if phases}
-        return max(reached.values())
+        return max(reached.values(), default=generated)
+
+    def _written(self) -> float:
+        """Return the end of this step's generation, which may be before the step begins."""
+        return self._generations[self._step - 1][1]
+
+    def _is_early(self, chain: str) -> bool:
+        """Whether a chain starts before the step begins, because its phases belong to models that do not change."""
+        layout = self._layout
+        if not layout.schedule.max_staleness or layout.hooks.get(HookPoint.GENERATE):
+            return False
+        return is_streamed(chain, layout.schedule, layout.pool_of, layout.pools_of(Phase.GENERATE))
 
     def _ready(self, phase: str, reached: float) -> float:
         return max(reached, self._critic_done) if phase == Phase.VALUES else reached
-
-    def _chain_of(self, phase: str, role: str) -> str:
-        """Return the chain as `PPO` defines it: a phase waits for the phases before it in its chain."""
-        schedule, pool_of = self._layout.schedule, self._layout.pool_of
-        if not (schedule.reference if phase == Phase.REF else schedule.values):
-            return pool_of["actor"]
-        return pool_of.get(role, "(no pool)")
 
     def _hooks(self, point: HookPoint, ready: float) -> float:
         for worker in self._layout.hooks.get(point, ()):

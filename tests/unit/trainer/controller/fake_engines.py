@@ -102,7 +102,7 @@ class _Writing:
 
 
 class FakeGenerating:
-    """The last of several rows is written in half of the time."""
+    """The last of several rows is written in half of the time, unless all lengths are equal."""
 
     def __init__(self, rollouts: FakeRollouts, step: int, is_validation: bool) -> None:
         self._rollouts, self._step, self._is_validation = rollouts, step, is_validation
@@ -157,7 +157,7 @@ class FakeGenerating:
             world.generated[self._step] = self._weights
         taken = world.durations[name]
         phase = asyncio.create_task(world.phase(name, 0 if self._is_validation else self._step))
-        early = rows[-1] if len(rows) > 1 else None
+        early = rows[-1] if len(rows) > 1 and not world.are_lengths_equal else None
         return {
             row: _Writing(world.time.now, taken / 2 if row == early else taken, phase, row != early) for row in rows
         }

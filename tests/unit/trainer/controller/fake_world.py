@@ -88,6 +88,7 @@ class World:
     time: VirtualTime = field(default_factory=VirtualTime)
     durations: dict[str, float] = field(default_factory=lambda: dict(DURATIONS))
     failing: dict[str, Exception] = field(default_factory=dict)
+    """What ends with an error: a phase of all steps (`ref`), or of one (`ref 3`)."""
     events: list[tuple[float, str, str]] = field(default_factory=list)
     actor: float = 1.0
     critic: float = 2.0
@@ -106,6 +107,8 @@ class World:
     actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     """The actor's weights after each step."""
     engines_sleep: bool = False
+    are_lengths_equal: bool = False
+    """Whether all rows that an engine gets at once are written at the same time."""
     share_of_mixed: float = 0.5
     asleep: set[str] = field(default_factory=set)
     losses: dict[tuple[str, int, int], Loss] = field(default_factory=dict)
@@ -122,8 +125,9 @@ class World:
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
         await self.generating(self.time.now, self.durations[what] * num_rows / NUM_ROWS, pauses="generate" in what)
-        if what in self.failing:
-            raise self.failing[what]
+        for failing in (what, name):
+            if failing in self.failing:
+                raise self.failing[failing]
         self.events.append((self.time.now, name, "end"))
 
     async def generating(self, start: float, seconds: float, *, pauses: bool = True) -> None:

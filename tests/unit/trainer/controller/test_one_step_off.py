@@ -47,6 +47,44 @@ async def test_the_next_step_is_generated_while_this_one_is_trained(make_run: Ma
     assert world.at("generate 3", "start") == world.at("push 1", "end") + DURATIONS["prompts"]
 
 
+async def test_responses_are_scored_as_they_finish_while_the_step_before_is_trained(make_run: MakeRun) -> None:
+    run = make_run(off(1), steps=5, pool_of=POOLS)
+    run.world.durations |= {"reward": 8.0, "update_actor": 12.0}
+
+    await run()
+
+    world = run.world
+    for step in (2, 3, 4):
+        assert world.at(f"reward {step + 1}", "start") < world.at(f"generate {step + 1}", "end"), "with the first response"
+        assert world.at(f"reward {step + 1}", "end") < world.at(f"old_log_prob {step + 1}", "start")
+        # These are in the pools of models that the step before changes.
+        for phase in ("old_log_prob", "values", "ref"):
+            assert world.at(f"{phase} {step + 1}", "start") >= world.at(f"push {step}", "end"), phase
+
+
+@pytest.mark.parametrize("pool", ["f", "c"])
+async def test_a_reference_follows_the_responses_if_no_model_of_its_pool_is_trained(
+    make_run: MakeRun, pool: str
+) -> None:
+    run = make_run(off(1), steps=5, pool_of={**POOLS, "ref": pool})
+    run.world.durations["update_actor"] = 12.0
+
+    await run()
+
+    early = run.world.at("ref 4", "start") < run.world.at("push 3", "start")
+    assert early is (pool == "f")
+
+
+async def test_scores_of_a_later_step_that_fail_end_the_run_when_they_are_needed(make_run: MakeRun) -> None:
+    run = make_run(off(1), steps=5, pool_of=POOLS)
+    run.world.failing["reward 3"] = RuntimeError("no such test")
+
+    with pytest.raises(RuntimeError, match="no such test"):
+        await run()
+
+    assert [step for step, _ in run.world.trained] == [1, 2]
+
+
 @pytest.mark.parametrize("most", MOST)
 async def test_no_response_is_older_than_allowed_and_none_is_trained_out_of_order(make_run: MakeRun, most: int) -> None:
     run = make_run(off(most), steps=STEPS, pool_of=POOLS)

@@ -1,0 +1,87 @@
+"""Whatever pod template a running job gets: it is refused, or named while the trainer runs on, or its pods start.
+
+The pods are on nodes that exist only in the API server, and the bench's server replaces Ray's dashboard. With
+PPOJOB_FUZZ (`make fuzz`), all fragments of pod templates are tried, else some of them.
+"""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.fuzz.specs import FRAGMENTS, Keys, put
+from tests.integration.operator.test_placement import fake_head, fake_pool
+
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(3600)]
+
+_STEP = 1 if "PPOJOB_FUZZ" in os.environ else 5
+EDITS = [(path, value) for path, values in FRAGMENTS.items() for value in values][::_STEP]
+UNKNOWN_BEFORE = ("PodSecurity", "RuntimeClass", "PriorityClass", "resourceclaim")
+"""What only the admission of pods refuses, which no Job passes through."""
+
+
+def patch(kubectl: Any, name: str, pools: list[dict[str, Any]]) -> bool:
+    """Replace a job's pools; return whether the API server has stored them."""
+    change = json.dumps({"spec": {"pools": pools}})
+    return bool(kubectl.run("patch", "ppojob", name, "--type=merge", f"--patch={change}").returncode == 0)
+
+
+def judged(jobs: Any, kubectl: Any, name: str) -> dict[str, Any]:
+    """Wait until the operator has judged the spec as it is now; return the status."""
+    generation = kubectl.json("get", "ppojob", name)["metadata"]["generation"]
+    found: dict[str, Any] = jobs.wait(name, lambda status: status.get("observedGeneration") == generation)
+    return found
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((each for each in status["conditions"] if each["type"] == kind), {})
+
+
+def runs_or_says_why_not(status: dict[str, Any]) -> bool:
+    """Return whether the layout is in force with a new trainer, or its pods were refused."""
+    applied, submitted = condition(status, Condition.LAYOUT_APPLIED), condition(status, Condition.SUBMITTED)
+    is_refused = condition(status, Condition.POOLS_READY)["reason"] == Reason.PODS_REFUSED
+    return is_refused or (applied.get("status") == "True" and submitted["status"] == "True")
+
+
+def test_every_edit_is_refused_or_named_or_its_pods_start(
+    kubectl: Any, jobs: Any, fake_nodes: Any, operator: Any
+) -> None:
+    actor = fake_pool(fake_nodes, "actor", "h200", gpusPerNode=1)
+    critic = fake_pool(fake_nodes, "critic", "a100", gpusPerNode=1)
+    policy = {"stopGracePeriodSeconds": 1}
+    name = jobs.create(device="CUDA", pools=[actor, critic], head=fake_head(fake_nodes), runPolicy=policy)
+    jobs.wait_for(name, Condition.SUBMITTED, "True", Reason.TRAINER_SUBMITTED)
+    outcomes: dict[str, list[tuple[Keys, Any]]] = {"refused": [], "named": [], "started": [], "pods refused": []}
+
+    for path, value in EDITS:
+        before, template = jobs.status(name), {}
+        put(template, path, value)
+        if not patch(kubectl, name, [actor, {**critic, "podTemplate": template}]):
+            outcomes["refused"].append((path, value))
+            continue
+        status = judged(jobs, kubectl, name)
+        applied = condition(status, Condition.LAYOUT_APPLIED)
+        if applied.get("reason") == Reason.INVALID_SPEC:
+            outcomes["named"].append((path, value))
+            assert "spec.pools[1].podTemplate" in applied["message"], (path, value, applied)
+            for field in ("rayCluster", "stop", "attempt"):
+                assert status.get(field) == before.get(field), (path, value, field)
+        else:
+            status = jobs.wait(name, runs_or_says_why_not)
+            pools_ready = condition(status, Condition.POOLS_READY)
+            is_refused = pools_ready["reason"] == Reason.PODS_REFUSED
+            outcomes["pods refused" if is_refused else "started"].append((path, value))
+            assert not is_refused or any(each in pools_ready["message"] for each in UNKNOWN_BEFORE), (path, pools_ready)
+        assert patch(kubectl, name, [actor, critic])
+        judged(jobs, kubectl, name)
+        jobs.wait(name, runs_or_says_why_not)
+
+    log = operator.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") - 2_000 :][:6_000]
+    for outcome, edits in outcomes.items():
+        print(f"{outcome}: {len(edits)}", *edits, sep="\n  ")
+    assert outcomes["named"]
+    assert outcomes["started"]
