@@ -298,7 +298,7 @@ class Observed:
     last_error: str = ""
     """Error of the last reconcile of this job. Empty: none."""
     dry_run: str | None = None
-    """Why the API server rejects the RayCluster of the new layout or its pods. Empty: it accepts them. None: not tried."""
+    """Why the API server rejects the new layout's RayCluster or pods. Empty: it accepts them. None: not tried."""
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,10 @@ Path = Annotated[
 StringMap = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=64)]
 
 
-def _preserved(kind: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": kind, "x-kubernetes-preserve-unknown-fields": True})
+# Atomic: server-side apply that removes fields one by one leaves null in place of the object, which is no object.
+_RAW = {"type": "object", "x-kubernetes-map-type": "atomic", "x-kubernetes-preserve-unknown-fields": True}
 
-
-RawObject = Annotated[dict[str, Any], _preserved("object")]
+RawObject = Annotated[dict[str, Any], WithJsonSchema(_RAW)]
 """An object of a Kubernetes API, passed through as it is."""
 
 RawObjects = Annotated[list[RawObject], Field(max_length=64)]

@@ -54,7 +54,8 @@ _DROPPED = {"title", "additionalProperties"}
 _KEPT = {
     "type", "format", "description", "default", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength",
     "minItems", "maxItems", "maxProperties", "required", "x-kubernetes-preserve-unknown-fields",
-    "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations",
+    "x-kubernetes-int-or-string", "x-kubernetes-map-type", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "x-kubernetes-validations",
 }  # fmt: skip
 
 

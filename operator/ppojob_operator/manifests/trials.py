@@ -1,9 +1,9 @@
 """What is tried on the API server before a running trainer is stopped for another RayCluster.
 
-The RayCluster itself shows what its CRD and webhooks refuse. Its pod templates are checked there by types alone: KubeRay
-creates the pods, and only then the API server says that a volume's name is used twice. The template of a batch/v1 Job is
-validated like a pod when the Job is created, so each pod template is also tried as one. The operator has the right to
-create Jobs, because of `fetch_job.py`; it needs none to create pods.
+The RayCluster itself shows what its CRD and webhooks refuse. The CRD checks pod templates by types alone: KubeRay
+creates the pods, and only then the API server says that a volume's name is used twice. The template of a batch/v1 Job
+is validated like a pod when the Job is created, so each pod template is also tried as one. The operator has the right
+to create Jobs, because of `fetch_job.py`; it needs none to create pods.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def trials(cluster: Manifest) -> tuple[Trial, ...]:
 
 
 def _job(cluster: Manifest, group: Manifest) -> dict[str, Any]:
-    """Return a Job that is never run. Its labels are not those by which Kueue and other schedulers queue a RayCluster."""
+    """Return a Job that is never run, without the labels by which Kueue and other schedulers queue a RayCluster."""
     found = cluster["metadata"]
     labels = {name: found["labels"][name] for name in (constants.LABEL_JOB, constants.LABEL_MANAGED_BY)}
     metadata = {name: found[name] for name in ("name", "namespace", "ownerReferences")}

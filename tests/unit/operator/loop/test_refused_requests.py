@@ -26,6 +26,8 @@ from tests.unit.operator.fake_api_server import connected
 from tests.unit.operator.loop.memory_cluster import GOOD, SPEC, SilentDashboard
 
 CODES = (400, 401, 403, 404, 409, 413, 422, 429, 500, 503)
+QUEUED = {**SPEC, "runPolicy": {"queueName": "gpus"}}
+TEMPLATED = {**SPEC, "templateRef": {"kind": "PPOJobTemplate", "name": "team"}}
 FETCHED = {**SPEC, "model": {"actor": {"path": "hf://Qwen/Qwen3-8B"}}}
 WORDS = "admission webhook says no"
 RACED = " was being written"
@@ -150,9 +152,12 @@ READS = [
     (SPEC, "GET", "persistentvolumeclaims"),
     (SPEC, "GET", "rayclusters"),
     (FETCHED, "GET", "jobs"),
+    (QUEUED, "GET", "workloads"),
+    (TEMPLATED, "GET", "ppojobtemplates"),
 ]
 NO_ERRORS = {("GET", "configmaps", 404), ("GET", "persistentvolumeclaims", 404), ("GET", "rayclusters", 404),
-             ("GET", "jobs", 404), ("POST", "secrets", 409)}  # fmt: skip
+             ("GET", "jobs", 404), ("GET", "workloads", 404), ("GET", "ppojobtemplates", 404),
+             ("POST", "secrets", 409)}  # fmt: skip
 """Answers that say something: an object does not exist, or exists already."""
 
 
@@ -243,4 +248,33 @@ async def test_a_refused_deletion_is_shown_until_nothing_is_left_to_delete(code:
 
     assert [path for path in player.objects if path.startswith("/rayclusters/")] == []
     assert player.conditions[Condition.PROGRESSING]["reason"] == Reason.INVALID_SPEC
+    assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code not in (404, 409)])
+async def test_a_fetch_that_cannot_be_ended_is_shown_until_it_is(code: int) -> None:
+    player = Player(FETCHED)
+    async with looping(player, OperatorMetrics()) as loop:
+        await loop.reconcile(GOOD)
+        assert [path for path in player.objects if path.startswith("/jobs/")]
+        player.objects[JOB]["spec"] = {**FETCHED, "runPolicy": {"suspend": True}}
+        player.refused = ("DELETE", "jobs", code)
+        condition = await until(loop, lambda: shown(player))
+
+        player.refused = None
+        await loop.reconcile(GOOD)
+
+    assert [path for path in player.objects if path.startswith("/jobs/")] == []
+    assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code not in (404, 409)])
+async def test_a_job_that_may_not_be_deleted_after_its_time_says_so(code: int) -> None:
+    player = Player({**SPEC, "runPolicy": {"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0}})
+    player.refused = ("DELETE", "ppojobs", code)
+    async with looping(player, OperatorMetrics()) as loop:
+        condition = await until(loop, lambda: shown(player))
+
+    assert player.conditions[Condition.FAILED]["reason"] == Reason.ACTIVE_DEADLINE_EXCEEDED
+    assert condition["type"] == Condition.PROGRESSING
     assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]

@@ -55,7 +55,9 @@ async def test_responses_are_scored_as_they_finish_while_the_step_before_is_trai
 
     world = run.world
     for step in (2, 3, 4):
-        assert world.at(f"reward {step + 1}", "start") < world.at(f"generate {step + 1}", "end"), "with the first response"
+        assert world.at(f"reward {step + 1}", "start") < world.at(f"generate {step + 1}", "end"), (
+            "with the first response"
+        )
         assert world.at(f"reward {step + 1}", "end") < world.at(f"old_log_prob {step + 1}", "start")
         # These are in the pools of models that the step before changes.
         for phase in ("old_log_prob", "values", "ref"):

@@ -17,7 +17,6 @@ from ppojob_trainer.planning.fake_device import LiveBytes
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES, real_batch
 
-
 _ROUNDS = 3
 
 
