@@ -19,12 +19,16 @@ from tests.integration.operator.test_placement import fake_head, fake_pool
 pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(3600)]
 
 _STEP = 1 if "PPOJOB_FUZZ" in os.environ else 5
+_WAITING: list[tuple[Keys, Any]] = [
+    (("spec", "schedulerName"), "other"),
+    (("spec", "resourceClaims"), [{"name": "gpu", "resourceClaimName": "a"}]),
+]
+"""Pods of these wait for somebody else, and nothing in the cluster says so."""
 _TEMPLATES = [
     (("podTemplate", *path), value)
     for path, values in FRAGMENTS.items()
     for value in values
-    # Nobody schedules its pods, which wait without a word.
-    if (path, value) != (("spec", "schedulerName"), "other")
+    if (path, value) not in _WAITING
 ]
 EDITS: list[tuple[Keys, Any]] = [
     (("nodeSelector", "zone"), "a"),

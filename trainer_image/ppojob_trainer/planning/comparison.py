@@ -25,7 +25,6 @@ from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, work
 
 __all__ = ["Compared", "compare", "stored", "timed_runs"]
 
-MEASURED_ON: Final = GPUS["H200"]
 FILE: Final = Path(__file__).with_name("comparison.json")
 _GB: Final = 1e9
 _KINDS_OF_SECONDS: Final = {
@@ -69,18 +68,18 @@ def plan_of(run: MeasuredRun) -> Plan:
         return config
 
     spec = parse_spec(dict(run.spec))
-    return plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], [MEASURED_ON.name]), shapes=shape)
+    return plan_job(spec, gpus_of_pools([pool.name for pool in spec.pools], [run.gpu]), shapes=shape)
 
 
 def compare(plans: Mapping[str, Plan]) -> list[Compared]:
     """Return all comparisons; `plans`: by the names of the runs."""
-    timed = {name: TimedRun(_workload(plan), _run(name).phases, MEASURED_ON) for name, plan in plans.items()}
+    timed = {name: _timed(_run(name), _workload(plan)) for name, plan in plans.items()}
     found: list[Compared] = []
     for name, plan in plans.items():
         found += _memory(_run(name), plan)
         others = [one for other, one in timed.items() if other != name and one.seconds]
         if _run(name).phases:
-            seconds = seconds_of(plan.spec, timed[name].workload, MEASURED_ON, others)
+            seconds = seconds_of(plan.spec, timed[name].workload, timed[name].gpu, others)
             measured = {**_run(name).phases, "step": _run(name).step}
             planned = {**seconds.phases, "step": seconds.step.seconds}
             found += [
@@ -103,6 +102,10 @@ def _run(name: str) -> MeasuredRun:
     return next(run for run in RUNS if run.name == name)
 
 
+def _timed(run: MeasuredRun, workload: Workload) -> TimedRun:
+    return TimedRun(workload, run.phases, GPUS[run.gpu])
+
+
 def _workload(plan: Plan) -> Workload:
     roles = {name: found.role for name, found in plan.roles.items()}
     return workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
@@ -112,7 +115,7 @@ def _workload(plan: Plan) -> Workload:
 def stored() -> tuple[list[Compared], list[TimedRun]]:
     """Return the stored comparisons, and the timed runs for predictions."""
     content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    timed = [TimedRun(Workload(**one), _run(name).phases, MEASURED_ON) for name, one in content["workloads"].items()]
+    timed = [_timed(_run(name), Workload(**one)) for name, one in content["workloads"].items()]
     return [Compared(**one) for one in content["compared"]], timed
 
 

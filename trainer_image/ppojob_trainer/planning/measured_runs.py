@@ -1,4 +1,4 @@
-"""Runs on H200s that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`."""
+"""Runs that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "upda
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. spec: its job. layers: decoder layers, if they are not those of the shape.
+    """One run. spec: its job. layers: decoder layers, if they are not those of the shape. gpu: its kind of GPU.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
@@ -24,6 +24,7 @@ class MeasuredRun:
     name: str
     spec: Mapping[str, Any]
     layers: int | None = None
+    gpu: str = "H200"
     pools: Mapping[str, float] = field(default_factory=dict)
     roles: Mapping[str, float] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +101,14 @@ _ADAPTERS: Final = {"lora": {"rank": 16}}
 _COMPILED: Final = {"compile": True}
 _RESHARDED: Final = {"reshardAfterForward": True}
 
+_SPLIT: Final = {"actor": 1, "critic": 1}
+_SHARED: Final = {"rollout": ["actor", "critic"]}
+
+
+def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str, Any]:
+    return _workload(shape, pools, _CHECKPOINTING | _COMPILED, 49_152, **sections)
+
+
 RUNS: Final[tuple[MeasuredRun, ...]] = (
     MeasuredRun("135 M, update, no option", _update(_SMALL, 1, _PLAIN, (8, 128, 384)), roles={"actor": 9.893}),
     MeasuredRun(
@@ -145,25 +154,60 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         step=7.91,
     ),
     MeasuredRun(
-        "0.5 B, split 1+1, compiled, checkpointing",
-        _workload(_HALF, {"actor": 1, "critic": 1}, _CHECKPOINTING | _COMPILED, 49_152),
-        pools={"actor": 80, "critic": 23},
-        phases=_phases(2.41, 0.40, 0.33, 0.41, 1.22, 1.56, 0.12),
-        step=4.89,
+        "0.5 B, split 1+1, critic's GPU shared with the rollout",
+        _compiled(_HALF, _SPLIT, placement=_SHARED),
+        pools={"critic": 85},
+        phases=_phases(1.13, 0.43, 0.32, 0.41, 1.13, 1.51, 0.08),
+        step=3.48,
     ),
     MeasuredRun(
-        "0.5 B, one pool of two GPUs, compiled, checkpointing",
-        _workload(_HALF, {"all": 2}, _CHECKPOINTING | _COMPILED, 49_152),
-        pools={"all": 89},
-        phases=_phases(1.74, 0.22, 0.17, 0.22, 0.81, 1.02, 0.18),
-        step=4.70,
+        "0.5 B, split 1+1, ParallelUpdate",
+        _compiled(_HALF, _SPLIT, schedule={"mode": "ParallelUpdate"}),
+        pools={"actor": 78},
+        phases=_phases(1.47, 0.41, 0.30, 0.40, 1.12, 1.51, 0.06),
+        step=4.28,
     ),
     MeasuredRun(
-        "1.5 B, split 2+2, compiled, checkpointing",
-        _workload(_MIDDLE, {"actor": 2, "critic": 2}, _CHECKPOINTING | _COMPILED, 49_152),
-        pools={"actor": 85, "critic": 31},
-        phases=_phases(1.71, 0.51, 0.48, 0.54, 1.90, 2.17, 0.22),
-        step=5.24,
+        "0.5 B, one pool of two GPUs",
+        _compiled(_HALF, {"all": 2}),
+        pools={"all": 93},
+        phases=_phases(1.10, 0.22, 0.17, 0.22, 0.62, 0.81, 0.07),
+        step=3.34,
+    ),
+    MeasuredRun(
+        "1.5 B, split 1+1, critic's GPU shared with the rollout",
+        _compiled(_MIDDLE, _SPLIT, placement=_SHARED),
+        pools={"critic": 115},
+        phases=_phases(1.55, 1.00, 0.82, 1.00, 3.17, 3.72, 0.10),
+        step=7.27,
+    ),
+    MeasuredRun(
+        "1.5 B, one pool of two GPUs",
+        _compiled(_MIDDLE, {"all": 2}),
+        pools={"all": 124},
+        phases=_phases(1.70, 0.50, 0.45, 0.51, 1.72, 2.01, 0.10),
+        step=7.14,
+    ),
+    MeasuredRun(
+        "0.5 B, split 1+1 on H100s, critic's GPU shared with the rollout",
+        _compiled(_HALF, _SPLIT, placement=_SHARED),
+        gpu="H100",
+        phases=_phases(1.85, 0.47, 0.36, 0.46, 1.21, 1.58, 0.10),
+        step=4.37,
+    ),
+    MeasuredRun(
+        "0.5 B, split 1+1 on H100s, ParallelUpdate",
+        _compiled(_HALF, _SPLIT, schedule={"mode": "ParallelUpdate"}),
+        gpu="H100",
+        phases=_phases(2.17, 0.45, 0.35, 0.44, 1.22, 1.59, 0.12),
+        step=5.36,
+    ),
+    MeasuredRun(
+        "0.5 B, one pool of two H100s",
+        _compiled(_HALF, {"all": 2}),
+        gpu="H100",
+        phases=_phases(1.69, 0.24, 0.19, 0.24, 0.67, 0.85, 0.09),
+        step=4.15,
     ),
     MeasuredRun(
         "7 B (26 layers), one pool of two GPUs, critic with LoRA",

@@ -39,7 +39,10 @@ _SAVED_FILE = 2**30
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Memory of one pod of a pool, in bytes: after loading, and while it saves and exports; limit: the pod's."""
+    """Memory of one pod of a pool, in bytes: after loading, and while it saves and exports; limit: the pod's.
+
+    With background saves, the memory for their copies of the GPUs' tensors is part of each.
+    """
 
     pool: str
     load: float
@@ -164,9 +167,11 @@ def _hosts(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[HostPlan]:
     found = []
     for pool, needs in host_needs(spec, sizes).items():
         load = sum(need.offloaded + OF_A_PROCESS * need.num_processes for need in needs)
+        if is_async:
+            # Allocated when the models are loaded, and kept.
+            load += sum(need.staged for need in needs)
         trained = [need for need in needs if need.role in ("actor", "critic")]
-        file_sizes = sum(_SAVED_FILE * need.num_processes for need in trained)
-        save = load + (sum(need.staged for need in needs) if is_async else file_sizes)
+        save = load if is_async else load + sum(_SAVED_FILE * need.num_processes for need in trained)
         of_actor = [need.num_processes for need in needs if need.role == "actor"]
         export = load + sum(_exported(spec, sizes["actor"].num_parameters, num_local) for num_local in of_actor)
         found.append(HostPlan(pool, load, save, export, min(sizes[need.role].host_bytes for need in needs)))

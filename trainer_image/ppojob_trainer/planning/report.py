@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ppojob_trainer.planning.comparison import MEASURED_ON, Compared, stored, timed_runs
+from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
 from ppojob_trainer.planning.pool import PoolPlan
@@ -207,9 +207,10 @@ def _seconds(plan: Plan) -> Group:
         waits = f" (pipeline: {idle[phase]:.0%} idle)" if phase in idle else ""
         table.add_row(phase + waits, f"{seconds:.1f}")
     table.add_row("step", f"{found.step.seconds:.1f}")
-    scaled = "" if gpu == MEASURED_ON else f", scaled to {gpu.name} by the data sheets"
+    measured = list(dict.fromkeys(f"{run.gpu.name}s" for run in timed_runs()))
+    scaled = "" if f"{gpu.name}s" in measured else f", scaled to {gpu.name} by the data sheets"
     rates = (
-        f"Rates: {len(timed_runs())} runs on one to four {MEASURED_ON.name}s of one host (docs/measured.md){scaled}. "
+        f"Rates: {len(timed_runs())} runs on one or two {' or '.join(measured)} (docs/measured.md){scaled}. "
         "Networks between hosts are not in them."
     )
     return Group(table, rates)

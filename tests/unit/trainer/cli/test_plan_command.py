@@ -36,7 +36,7 @@ def test_the_tables(tmp_path: Path) -> None:
         "on a GPU (CUDA IPC)",
         "seconds of a step",
         "fits: the job as it is",
-        "runs on one to four H200s of one host (docs/measured.md). Networks between hosts are not in them.",
+        "runs on one or two H200s or H100s (docs/measured.md). Networks between hosts are not in them.",
         "error against measured runs (each: --errors)",
         "seconds of a forward pass or an update",
     ):
@@ -45,7 +45,7 @@ def test_the_tables(tmp_path: Path) -> None:
 
 def test_the_error_of_each_measured_run(tmp_path: Path) -> None:
     found = plan(tmp_path, "--errors")
-    assert "1.5 B, split 2+2, compiled, checkpointing" in found.output
+    assert "1.5 B, one pool of two GPUs" in found.output
 
 
 def test_json_of_a_job_that_does_not_fit(tmp_path: Path) -> None:
