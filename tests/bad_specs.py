@@ -188,6 +188,8 @@ BAD_SPECS = (
             "spec.workers[0].pool", "there is no pool of this name", shows="'cpu'"),
     BadSpec("worker with the name of a role", _worker(name="critic"),
             "spec.workers[0].name", "built-in worker group", shows="'critic'"),
+    BadSpec("worker that cannot be divided", _worker(numWorkers=6, tensorParallelSize=2, pipelineParallelSize=2),
+            "spec.workers[0].numWorkers", "tensorParallelSize * pipelineParallelSize", shows="6"),
     BadSpec("worker twice", {_spec("workers"): [_WORKER, _WORKER]},
             "spec.workers[1].name", "another worker has this name", shows="'shaper'"),
     BadSpec("worker of no file", _worker(path=GONE),

@@ -233,6 +233,9 @@ def _workers_have_names_pools_and_classes(spec: PPOJobSpec) -> Iterator[Problem]
         if (worker.module is None) == (worker.path is None):
             value = {"module": worker.module, "path": worker.path}
             yield where, value, "set exactly one of module and path"
+        if worker.num_workers % (worker.tensor_parallel_size * worker.pipeline_parallel_size):
+            remedy = "it must be a multiple of tensorParallelSize * pipelineParallelSize: change one of them"
+            yield f"{where}.numWorkers", worker.num_workers, remedy
 
 
 _CHECKS: tuple[Callable[[PPOJobSpec], Iterator[Problem]], ...] = (

@@ -50,6 +50,11 @@ class WorkerSpec(ApiModel):
                 message="this is the name of a built-in worker group: choose another",
                 field_path=".name",
             ),
+            Rule(
+                rule="self.numWorkers % (self.tensorParallelSize * self.pipelineParallelSize) == 0",
+                message="tensorParallelSize * pipelineParallelSize must divide numWorkers",
+                field_path=".numWorkers",
+            ),
         )
     )
 
@@ -67,6 +72,11 @@ class WorkerSpec(ApiModel):
     """Pool whose pods run the processes."""
     num_workers: int = Field(default=1, ge=1, le=256)
     """Number of processes."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Processes that compute a layer together. Those that compute the same rows together, over all stages, get the same
+    rows from methods with MESH_COMPUTE_PROTO and DP_COMPUTE_METRIC, and the first of them answers."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Stages of a pipeline. Each is a consecutive part of the processes."""
     uses_gpu: bool = False
     """Each process sees one GPU of the pool, and shares it with the pool's roles."""
     hooks: Annotated[list[Hook], Field(min_length=1, max_length=8)]

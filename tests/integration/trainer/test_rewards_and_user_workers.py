@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.protocol import DataProto
-from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
+from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers, join_meshes
 from ppojob_trainer.worker_groups.errors import HookFailedError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.partition import Share
@@ -227,7 +227,9 @@ def test_a_data_set_without_a_function_is_refused_before_anything_is_loaded(mode
 
 @pytest.fixture(scope="module")
 def pool(model: Path) -> Iterator[PlacedPool]:
-    spec = job_of(Path("unused"), spec_of(model)).spec
+    # Room for the processes of all tests.
+    workers = [worker_of("mark", numWorkers=20)]
+    spec = job_of(Path("unused"), {**spec_of(model), "workers": workers}).spec
     with connected(spec):
         placed = asyncio.run(place(spec, 60))
         yield placed["actor"]
@@ -235,17 +237,21 @@ def pool(model: Path) -> Iterator[PlacedPool]:
             one.release()
 
 
-def hooks_of(pool: PlacedPool, logs: Path, *methods: str, **kwargs: Any) -> list[HookCall]:
-    """Start three processes of `Marker`, and return the calls of these methods."""
-    raw = {
+def worker_of(*methods: str, **fields: Any) -> dict[str, Any]:
+    return {
         "name": "marker",
         "path": str(HERE / "user_workers.py"),
         "className": "Marker",
-        "kwargs": kwargs,
         "pool": "actor",
         "numWorkers": 3,
         "hooks": [{"after": "Score", "method": method} for method in methods],
+        **fields,
     }
+
+
+def hooks_of(pool: PlacedPool, logs: Path, *methods: str, **fields: Any) -> list[HookCall]:
+    """Start three processes of `Marker`, or what `fields` says; return the calls of these methods."""
+    raw = worker_of(*methods, **fields)
     user = UserWorkers.of(WorkerSpec.model_validate(raw), 0)
     group = user.start(Launcher(logs, 60.0), pool, {})
     asyncio.run(wait_until_up([group]))
@@ -278,7 +284,7 @@ def test_each_dispatch_mode_gives_a_hook_its_rows(pool: PlacedPool, tmp_path: Pa
 
 
 def test_a_hook_that_raises_or_loses_rows_is_named(pool: PlacedPool, tmp_path: Path) -> None:
-    mark, drop = hooks_of(pool, tmp_path, "mark", "drop", fail=True)
+    mark, drop = hooks_of(pool, tmp_path, "mark", "drop", kwargs={"fail": True})
     table = table_of([1.0, 2.0, 3.0, 4.0, 5.0])
 
     with pytest.raises(HookFailedError) as raised:
@@ -289,3 +295,30 @@ def test_a_hook_that_raises_or_loses_rows_is_named(pool: PlacedPool, tmp_path: P
     assert record.message == where + "ZeroDivisionError: of the user's own"
     with pytest.raises(HookFailedError, match=r"method drop: .*returned \d rows, wanted a DataProto with a row"):
         asyncio.run(call(drop, table))
+
+
+DIVIDED = {"className": "Divided", "numWorkers": 8, "tensorParallelSize": 2, "pipelineParallelSize": 2}
+
+
+def test_processes_that_compute_together_get_the_same_rows(pool: PlacedPool, tmp_path: Path) -> None:
+    """Eight ranks in two stages: ranks 0, 1, 4 and 5 compute a row together, and 2, 3, 6 and 7."""
+    add, count = hooks_of(pool, tmp_path, "add", "count", **DIVIDED)
+    asyncio.run(join_meshes([add, count]))
+    table = table_of([0.0, 100.0, 200.0])
+
+    found, _ = asyncio.run(call(add, table))
+
+    # Two ranks of a layer and ten, in two stages.
+    assert found.tensor("numbers").tolist() == [24, 124, 224]
+    assert found.tensor("rank").tolist() == [0, 2, 2]
+    assert asyncio.run(call(count, table))[1] == {"rows": 1.5, "rank/max": 2}, "the first of each shard answers"
+    assert asyncio.run(call(add, table_of([1.0])))[0].tensor("numbers").tolist() == [25], "some have no rows"
+
+
+def test_a_worker_that_cannot_join_is_named(pool: PlacedPool, tmp_path: Path) -> None:
+    (add,) = hooks_of(pool, tmp_path, "add", **{**DIVIDED, "numWorkers": 4, "kwargs": {"failing": 3}})
+
+    with pytest.raises(
+        HookFailedError, match=r"workers\[0\] \(marker\): the processes could not join: .*no such model"
+    ):
+        asyncio.run(join_meshes([add]))

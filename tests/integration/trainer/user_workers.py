@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_trainer.protocol import DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Execute, register
+from ppojob_trainer.worker_groups.mesh_worker import MeshWorker
 
 
 class Recorder:
@@ -83,3 +86,31 @@ class Marker:
     @register(dispatch=Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO)
     def first(self, batch: DataProto) -> dict[str, float]:
         return {"rank": float(self.context.rank), "sum": float(batch.tensor("numbers").sum())}
+
+
+class Divided(MeshWorker):
+    """Stages add ten each, and the two ranks of a layer one each, so no rank knows the answer alone."""
+
+    def __init__(self, context: Any, failing: int | None = None) -> None:
+        super().__init__(context)
+        self.failing = failing
+        self.mesh: DeviceMesh | None = None
+
+    def joined(self) -> None:
+        if self.context.rank == self.failing:
+            raise FileNotFoundError("no such model")
+        self.mesh = init_device_mesh("cpu", self.sizes, mesh_dim_names=("stage", "shard", "layer"))
+
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    def add(self, batch: DataProto) -> DataProto:
+        assert self.mesh is not None
+        part = torch.ones(len(batch))
+        dist.all_reduce(part, group=self.mesh.get_group("layer"))
+        whole = part + 10
+        dist.all_reduce(whole, group=self.mesh.get_group("stage"))
+        ranks = torch.full((len(batch),), self.context.rank)
+        return DataProto.from_dict({"numbers": batch.tensor("numbers") + whole, "rank": ranks})
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, batch: DataProto) -> dict[str, float]:
+        return {"rows": float(len(batch)), "rank/max": float(self.context.rank)}

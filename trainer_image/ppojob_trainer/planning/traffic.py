@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.weights.plans import Receivers, link_plans
@@ -26,6 +27,7 @@ __all__ = ["Link", "links_of"]
 _BFLOAT16: Final = 2
 _ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
 _BEFORE_UPDATES: Final = (*_ROLLOUT, Keys.TOKEN_LEVEL_SCORES, Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB)
+_NUMBERS_OF_EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 _WAYS: Final = {"cuda_ipc": "on a GPU (CUDA IPC)", "nccl": "from actor rank 0 (NCCL)"}
 
 
@@ -84,18 +86,31 @@ def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     has = {*_BEFORE_UPDATES, Keys.ADVANTAGES, Keys.RETURNS}
     has -= set() if "critic" in roles else {Keys.VALUES}
     has -= set() if spec.placement.ref is not None else {Keys.REF_LOG_PROB}
+    has |= {Keys.ROUTED_EXPERTS} if spec.rollout.routing_replay else set()
     fetched = [name for method, unread in phases for name in has & (method.reads or has) - unread]
     stored = [*has, Keys.PROMPT_IDS]
-    total = sum(_column(spec, name) for name in [*fetched, *stored])
+    total = sum(_column(spec, name, roles["actor"].config) for name in [*fetched, *stored])
     return Link("batch", "through Ray's object stores", total, 1)
 
 
-def _column(spec: PPOJobSpec, name: str) -> int:
+def _column(spec: PPOJobSpec, name: str, config: PretrainedConfig) -> int:
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
-    tokens = {"prompt": prompt, "sequence": prompt + response, "response": response}[FIELDS[name].tokens]
+    if name == Keys.ROUTED_EXPERTS:
+        # The last token of a response has none.
+        of_a_row = (prompt + response - 1) * _experts_of_a_token(config)
+    else:
+        tokens = {"prompt": prompt, "sequence": prompt + response, "response": response}[FIELDS[name].tokens]
+        of_a_row = tokens * FIELDS[name].dtype.itemsize
     rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt
-    length = torch.int64.itemsize
-    return rows * (tokens * FIELDS[name].dtype.itemsize + length)
+    return rows * (of_a_row + torch.int64.itemsize)
+
+
+def _experts_of_a_token(config: PretrainedConfig) -> int:
+    """Return the bytes of the experts that vLLM records for a token: those of all layers, dense ones too."""
+    text: Any = config.get_text_config()
+    field, number = FIELDS[Keys.ROUTED_EXPERTS], max(getattr(text, name, None) or 0 for name in _NUMBERS_OF_EXPERTS)
+    dtype = field.dtype if field.wider is None or number <= torch.iinfo(field.dtype).max + 1 else field.wider
+    return int(text.num_hidden_layers * (getattr(text, "num_experts_per_tok", None) or 0) * dtype.itemsize)
 
 
 def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> list[Link]:

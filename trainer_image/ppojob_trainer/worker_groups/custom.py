@@ -4,17 +4,20 @@
       - {name: shaper, path: /data/shaper.py, className: Shaper, pool: critic, numWorkers: 2,
          hooks: [{after: Score, method: shape}]}
 
-A method is called as its `@register` says. It receives the current batch: with DP_COMPUTE_PROTO and DP_COMPUTE_METRIC
-each process gets a part of the rows; with ONE_TO_ALL every process gets all rows; with RANK_ZERO the first process gets
-all rows. With `@register(reads=...)` only these columns are fetched, else all. `meta_info` has the step
-(`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO returns columns, which are merged into the batch; the others return metrics or
-None. Called by `main`: `UserWorkers.of` before any process is started, so that a typo costs seconds.
+A method is called as its `@register` says. It receives the current batch: with DP_COMPUTE_PROTO each process gets a
+part of the rows; with MESH_COMPUTE_PROTO and DP_COMPUTE_METRIC too, but processes that compute together get the same
+rows (tensorParallelSize, pipelineParallelSize), and the first of them answers; with ONE_TO_ALL every process gets all
+rows; with RANK_ZERO the first process gets all rows. With `@register(reads=...)` only these columns are fetched, else
+all. `meta_info` has the step (`Meta.GLOBAL_STEP`). DP_COMPUTE_PROTO and MESH_COMPUTE_PROTO return columns, which are
+merged into the batch; the others return metrics or None. Processes that have no rows are not called. Called by `main`:
+`UserWorkers.of` before any process is started, so that a typo costs seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,26 +28,37 @@ from ppojob_trainer.user_code import UserCodeError, check_call, find_class, impo
 from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, merge_metrics
 from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError
 from ppojob_trainer.worker_groups.launch import Launcher
+from ppojob_trainer.worker_groups.mesh_worker import MeshWorker
 from ppojob_trainer.worker_groups.partition import Share, spread
 from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["HookCall", "UserWorkers", "make_user_worker"]
+__all__ = ["HookCall", "UserWorkers", "join_meshes", "make_user_worker"]
 
 Method = RemoteMethod[Any, Any, Any, Any, Any]
 
-_MODES = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)
+_MODES = (
+    Dispatch.DP_COMPUTE_PROTO,
+    Dispatch.MESH_COMPUTE_PROTO,
+    Dispatch.DP_COMPUTE_METRIC,
+    Dispatch.ONE_TO_ALL,
+    Dispatch.RANK_ZERO,
+)
 
 
 @dataclass(frozen=True)
 class UserWorkers:
-    """A checked entry of `spec.workers`: its hooks, each with the method of the class."""
+    """A checked entry of `spec.workers`: its hooks, each with the method of the class.
+
+    joins: the class is a `MeshWorker`, so its processes join a process group.
+    """
 
     spec: WorkerSpec
     where: str
     methods: tuple[Method, ...]
+    joins: bool = False
 
     @classmethod
     def of(cls, spec: WorkerSpec, index: int) -> UserWorkers:
@@ -55,21 +69,33 @@ class UserWorkers:
         """
         where = f"workers[{index}] ({spec.name})"
         found = _user_class(spec, where)
-        return cls(spec, where, tuple(_method(found, hook, where) for hook in spec.hooks))
+        methods = tuple(_method(found, hook, where) for hook in spec.hooks)
+        return cls(spec, where, methods, joins=issubclass(found, MeshWorker))
 
     def start(self, launcher: Launcher, pool: PlacedPool, environment: Mapping[str, str]) -> WorkerGroup[Any]:
         """Start the processes, spread over the pool's bundles, without waiting for them."""
         bundles = [pool.bundles[number % len(pool.bundles)] for number in range(self.spec.num_workers)]
         make = partial(make_user_worker, spec=self.spec, where=self.where)
         fraction = pool.gpu_fraction if self.spec.uses_gpu else 0.0
-        return launcher.start(self.spec.name, make, pool, bundles, gpu_fraction=fraction, environment=environment)
+        group = launcher.start(self.spec.name, make, pool, bundles, gpu_fraction=fraction, environment=environment)
+        return group.with_peers(self.spec.tensor_parallel_size, self.spec.pipeline_parallel_size)
 
     def hooks(self, group: WorkerGroup[Any]) -> list[HookCall]:
         """Return the calls of its hooks, in their order."""
         return [
-            HookCall(group, method, hook.after, self.where)
+            HookCall(group, method, hook.after, self)
             for hook, method in zip(self.spec.hooks, self.methods, strict=True)
         ]
+
+
+async def join_meshes(hooks: Iterable[HookCall]) -> None:
+    """Let the processes of each `MeshWorker` join their process group.
+
+    Raises:
+        HookFailedError: they did not meet, or `joined` raised; names the worker.
+        WorkerGroupError: a process was lost.
+    """
+    await asyncio.gather(*(hook.join() for hook in {hook.worker: hook for hook in hooks}.values()))
 
 
 def make_user_worker(context: WorkerContext, spec: WorkerSpec, where: str) -> Any:
@@ -80,16 +106,27 @@ def make_user_worker(context: WorkerContext, spec: WorkerSpec, where: str) -> An
 class HookCall:
     """A method at a point of the step; see `controller.ports.HookPort`."""
 
-    def __init__(self, group: WorkerGroup[Any], method: Method, after: HookPoint, where: str) -> None:
+    def __init__(self, group: WorkerGroup[Any], method: Method, after: HookPoint, user: UserWorkers) -> None:
         self.after = after
         self._group = group
         self._method = method
-        self._where = where
+        self._user = user
 
     @property
     def worker(self) -> str:
         """Name of the worker group."""
         return self._group.role
+
+    async def join(self) -> None:
+        """See `join_meshes`."""
+        if not self._user.joins:
+            return
+        spec = self._user.spec
+        try:
+            where = await self._group.call(MeshWorker.rendezvous)
+            await self._group.call(MeshWorker.join, *where, spec.pipeline_parallel_size, spec.tensor_parallel_size)
+        except WorkerFailedError as error:
+            raise HookFailedError(f"{self._user.where}: the processes could not join: {error}") from error
 
     async def call(self, batch: Table, step: int) -> tuple[Table, dict[str, float]]:
         """See `HookPort`.
@@ -109,7 +146,8 @@ class HookCall:
 
     async def _send(self, batch: Table, meta: Mapping[str, Any]) -> Any:
         if self._method.dispatch.sends_rows:
-            group = self._group.over(spread(len(batch), len(self._group))).using(meta)
+            number = self._group.num_shards if self._method.dispatch.knows_peers else len(self._group)
+            group = self._group.over(spread(len(batch), number)).using(meta)
             return await group.call(self._method, batch)
         everything = batch.rows(Share(tuple(range(len(batch)))), meta, self._method.reads)
         return await self._group.call(self._method, everything)
@@ -125,7 +163,8 @@ class HookCall:
             raise self._failed(f"one of its metrics is not a number: {error}") from error
 
     def _failed(self, why: str) -> HookFailedError:
-        return HookFailedError(f"{self._where}, hook after {self.after.value}, method {self._method.__name__}: {why}")
+        where = f"{self._user.where}, hook after {self.after.value}, method {self._method.__name__}"
+        return HookFailedError(f"{where}: {why}")
 
 
 def _user_class(spec: WorkerSpec, where: str) -> type[Any]:
@@ -149,7 +188,7 @@ def _method(owner: type[Any], hook: Hook, where: str) -> Method:
     if found.dispatch not in _MODES or found.blocking:
         modes = ", ".join(mode.name for mode in _MODES)
         raise WorkerImportError(f"{what}.{hook.method}: register it with one of {modes}, not blocking")
-    if hook.after is HookPoint.STEP and found.dispatch is Dispatch.DP_COMPUTE_PROTO:
+    if hook.after is HookPoint.STEP and found.dispatch.returns_rows:
         raise WorkerImportError(
             f"{what}.{hook.method} returns columns, which nobody reads after Step: register it with DP_COMPUTE_METRIC"
         )

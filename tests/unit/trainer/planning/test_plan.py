@@ -204,6 +204,21 @@ def test_traffic_by_hand(tmp_path: Path) -> None:
     assert batch.bytes_each == 5 * sequences + 5 * floats + column(64, 4) + sequences + 7 * floats
 
 
+@pytest.mark.parametrize(("num_experts", "size"), [(256, 1), (257, 2)])
+def test_recorded_experts_are_fetched_and_stored(tmp_path: Path, num_experts: int, size: int) -> None:
+    """By the actor's log-probs and its update, of all tokens but the last, in both layers."""
+
+    def batch(**rollout: object) -> float:
+        found = plan(tmp_path, model={"actor": {"path": path}}, rollout=rollout)
+        roles = {name: one.role for name, one in found.roles.items()}
+        links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
+        return next(link.bytes_each for link in links if link.what == "batch")
+
+    path = write_experts(tmp_path / "mixture", num_experts=num_experts, num_experts_per_tok=3, num_hidden_layers=2)
+    column = 32 * ((128 - 1) * 2 * 3 * size + 8)
+    assert batch(routingReplay=True) - batch() == 3 * column
+
+
 def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
     """A run predicts itself; twice the operations take about twice as long."""
     found = plan(tmp_path)

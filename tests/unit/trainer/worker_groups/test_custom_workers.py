@@ -27,6 +27,10 @@ class Shaper:
     def shape(self, batch: DataProto) -> DataProto:
         return batch
 
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)
+    def judge(self, batch: DataProto) -> DataProto:
+        return batch
+
     @register(dispatch=Dispatch.RANK_ZERO)
     def watch(self, batch: DataProto):
         return None
@@ -80,6 +84,7 @@ def test_a_class_of_a_file_is_found_with_its_methods(path: Path) -> None:
         ({"method": "plain"}, r"Shaper has no @register on its method 'plain'"),
         ({"method": "blocks"}, r"Shaper.blocks: register it with one of DP_COMPUTE_PROTO, .*, not blocking"),
         ({"method": "each"}, r"Shaper.each: register it with one of"),
+        ({"after": "Step", "method": "judge"}, r"Shaper.judge returns columns"),
         ({"after": "Step"}, r"Shaper.shape returns columns, which nobody reads after Step"),
         ({"kwargs": {"scale": 1}}, r"cannot be called with a WorkerContext and the kwargs scale: .*'scale'"),
         ({"path": "/no/such.py"}, r"workers\[2\] \(shaper\).path '/no/such.py': there is no such file"),
@@ -103,6 +108,11 @@ class FakeGroup:
 
     def __len__(self) -> int:
         return 2
+
+    @property
+    def num_shards(self) -> int:
+        """Both processes compute together."""
+        return 1
 
     def over(self, partition: Any) -> FakeGroup:
         self.partition = partition
@@ -139,6 +149,12 @@ async def test_columns_are_laid_over_the_batch_and_metrics_averaged(path: Path) 
     assert metrics == {"shaper/cut": 1.5}
     assert group.meta == {Meta.GLOBAL_STEP: 5}
     assert [share.rows for share in group.partition] == [(0,), (1, 2)]
+
+
+async def test_processes_that_compute_together_are_one_part(path: Path) -> None:
+    _, _, group = await call(path, table_of(3), method="judge")
+
+    assert [share.rows for share in group.partition] == [(0, 1, 2)]
 
 
 async def test_one_to_all_and_rank_zero_get_all_rows(path: Path) -> None:

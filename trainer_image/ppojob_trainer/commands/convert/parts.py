@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
+from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.sources import is_repository_name
 from ppojob_trainer.commands.convert.algorithm_parts import (
     clipping,
@@ -247,6 +248,30 @@ def length(draft: Draft) -> None:
         draft.values["trainer.totalEpochs"] = whole(epochs)
 
 
+def engine_arguments(draft: Draft) -> None:
+    """vLLM's own arguments keep their names, apart from those that have a field here, or none by intent."""
+    where, arguments = "actor_rollout_ref.rollout.engine_kwargs.vllm.", {}
+    for key in [key for key in draft.given if key.startswith(where)]:
+        value = draft.take(key)
+        argument, *path = key.removeprefix(where).replace("-", "_").split(".")
+        if value is None:
+            continue
+        if argument in RESERVED_ENGINE_ARGS:
+            draft.unconverted.append((key, value, RESERVED_ENGINE_ARGS[argument]))
+            continue
+        for name in reversed(path):
+            value = {name: value}
+        is_part = path and isinstance(arguments.get(argument), dict)
+        arguments[argument] = _merged(arguments[argument], value) if is_part else value
+    if arguments:
+        draft.values["rollout.engineArgs"] = arguments
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = [name for name in other if isinstance(one.get(name), dict) and isinstance(other[name], dict)]
+    return {**one, **other, **{name: _merged(one[name], other[name]) for name in both}}
+
+
 def resuming(draft: Draft) -> None:
     """resume_mode auto, disable or resume_path."""
     mode, path = draft.take("trainer.resume_mode", default="auto"), draft.take("trainer.resume_from_path")
@@ -289,7 +314,7 @@ TOGETHER: tuple[Callable[[Draft], None], ...] = (
     clipping,
     estimator, dynamic_sampling, routing_replay, quantized_rollout, overlong_responses,
     followers, rewards, older_weights, pools,
-    length, resuming, trackers, cluster,
+    engine_arguments, length, resuming, trackers, cluster,
 )  # fmt: skip
 
 

@@ -197,3 +197,33 @@ def test_the_dapo_program_is_the_trainer() -> None:
 
     assert spec(conversion)["algorithm"] == {"advantageEstimator": "GRPO"}
     assert set(not_carried(conversion)) == {"--config-name"}, "its defaults are in a file that is not here"
+
+
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs"
+
+
+def test_vllms_arguments_keep_their_names() -> None:
+    conversion = converted(
+        *GRPO,
+        f"+{ENGINE}.vllm.kv_cache_dtype=fp8",
+        f"+{ENGINE}.vllm.block-size=32",
+        f"+{ENGINE}.vllm.compilation_config.level=3",
+        f"+{ENGINE}.vllm.compilation_config.pass_config.fuse_norm=True",
+        f"+{ENGINE}.vllm.compilation_config.pass_config.fuse_act=False",
+        f"+{ENGINE}.vllm.swap_space=null",
+        f"+{ENGINE}.sglang.attention_backend=fa3",
+    )
+
+    assert spec(conversion)["rollout"]["engineArgs"] == {
+        "kv_cache_dtype": "fp8",
+        "block_size": 32,
+        "compilation_config": {"level": 3, "pass_config": {"fuse_norm": True, "fuse_act": False}},
+    }
+    assert not_carried(conversion) == {}
+
+
+def test_vllms_arguments_that_have_a_field_are_named() -> None:
+    conversion = converted(*GRPO, f"+{ENGINE}.vllm.max_num_seqs=64")
+
+    assert "engineArgs" not in spec(conversion)["rollout"]
+    assert not_carried(conversion) == {f"{ENGINE}.vllm.max_num_seqs": "use rollout.maxNumSeqs"}
