@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ppojob_trainer.engines.network import connect, listen
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -42,7 +43,7 @@ class MeshWorker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def joined(self) -> None:
         """Called in each process when all have joined, before the first step; a place to load a model."""

@@ -250,7 +250,8 @@ def length(draft: Draft) -> None:
 
 def engine_arguments(draft: Draft) -> None:
     """vLLM's own arguments keep their names, apart from those that have a field here, or none by intent."""
-    where, arguments = "actor_rollout_ref.rollout.engine_kwargs.vllm.", {}
+    where = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    arguments: dict[str, Any] = {}
     for key in [key for key in draft.given if key.startswith(where)]:
         value = draft.take(key)
         argument, *path = key.removeprefix(where).replace("-", "_").split(".")
