@@ -23,6 +23,7 @@ from ppojob_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 _RESOURCE_SECONDS = 15.0
+_CANCEL_SECONDS = 1.0
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 """Pauses before Kopf is started again; one that has run for longer than this begins with the first one again."""
@@ -136,7 +137,22 @@ class Watches:
 
 async def _ended(operator: Coroutine[Any, Any, None], stopped: threading.Event) -> None:
     """Run Kopf. Without the event, the thread in which Kopf waits for it would keep this one from ending."""
+    helper = asyncio.create_task(_cancel_again())
     try:
         await operator
     finally:
+        helper.cancel()
         stopped.set()
+
+
+async def _cancel_again() -> None:
+    """Repeat the cancellation of Kopf's watchers until they end.
+
+    A watcher that reconnects at that moment ignores it (`streaming_block` in Kopf 1.45). Kopf cancels it once and then
+    waits forever, so the watches would neither end nor be restarted.
+    """
+    while True:
+        await asyncio.sleep(_CANCEL_SECONDS)
+        for task in asyncio.all_tasks():
+            if task.cancelling() and task.get_name().startswith("watcher for "):
+                task.cancel()

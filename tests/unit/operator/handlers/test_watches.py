@@ -1,7 +1,9 @@
 """A real Kopf against a fake API server that breaks the watches."""
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from aiohttp import web
 
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.handlers import Watches
+from ppojob_operator.handlers.watches import _ended
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 from tests.unit.operator.fake_api_server import connected
@@ -174,3 +177,25 @@ async def test_a_watch_that_breaks_begins_again(
     assert set(noted) == {JobKey("ns", "first")}
     assert server.requests["failure"] == num_failures
     task.result()
+
+
+async def test_a_watcher_that_ignores_its_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppojob_operator.handlers.watches._CANCEL_SECONDS", 0.05)
+
+    async def reconnect() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def operator() -> None:
+        """Do what Kopf does when it ends: cancel once, and wait."""
+        watcher = asyncio.create_task(reconnect(), name="watcher for pods.v1@ns")
+        await asyncio.sleep(0)
+        watcher.cancel()
+        await asyncio.wait([watcher])
+
+    stopped = threading.Event()
+    async with asyncio.timeout(10.0):
+        await _ended(operator(), stopped)
+
+    assert stopped.is_set()
