@@ -54,6 +54,7 @@ _BURST = 0.2
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
+_ALL_NAMESPACES = ""
 _REFUSALS = (ApiRefused, ApiFailed)
 _TOLERATED_ERRORS = 3
 """Number of errors in a row from which on the status shows also those that usually pass by themselves."""
@@ -140,7 +141,9 @@ class Loop:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._settings.workers):
                 tasks.create_task(self._work(stop))
-            tasks.create_task(self._resync(stop))
+            # A task for each namespace: one that cannot be listed does not delay the others.
+            for namespace in self._settings.watch_namespaces or (_ALL_NAMESPACES,):
+                tasks.create_task(self._resync(namespace, stop))
 
     async def _work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -152,18 +155,18 @@ class Loop:
                 self._queue.done(key)
             self._hooks.beat()
 
-    async def _resync(self, stop: asyncio.Event) -> None:
-        """Enqueue all jobs at every `idle_interval`, which also finds changes that no watch reported."""
+    async def _resync(self, namespace: str, stop: asyncio.Event) -> None:
+        """Enqueue a namespace's jobs at every `idle_interval`, which also finds changes that no watch reported."""
         found: set[JobKey] = set()
         while not await wait(stop, self._settings.idle_interval):
             try:
-                listed = await self._cluster.list_jobs(self._settings.watch_namespace)
+                listed = await self._cluster.list_jobs(namespace)
             except ApiError as error:
                 logger.warning("the resync could not list the jobs: %s", error)
                 continue
             keys = {JobKey(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in listed}
             # A watch has one resync interval to report a job.
-            self._not_watched, found = found & keys, keys
+            self._not_watched, found = (self._not_watched - found) | (found & keys), keys
             for key in keys:
                 self._observer.drop(key)
                 self._queue.add(key)

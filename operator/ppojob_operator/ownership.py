@@ -134,7 +134,7 @@ def _not_ours(words: str) -> EventRecord:
 
 def _owned_by_another(owner: OperatorStatus, own: OperatorStatus, *, is_lease_readable: bool) -> str:
     unseen = "" if is_lease_readable else ", and may not read the other's Lease"
-    remedy = f"limit one of them by watchNamespace, uninstall it, or hand the job over ({ANNOTATION_OPERATOR})"
+    remedy = f"limit one of them by watchNamespaces, uninstall it, or hand the job over ({ANNOTATION_OPERATOR})"
     return f"the job is run by {_name(owner)}; {_itself(own)} does not reconcile it{unseen}: {remedy}"
 
 

@@ -4,12 +4,13 @@ The chart sets the variables. Each has the prefix `PPOJOB_` and the field's name
 come from the downward API. This module reads no file and knows nothing about Kubernetes.
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ppojob_api.v1alpha1.notification import NotificationType
 from ppojob_operator.logs import LogFormat
@@ -18,6 +19,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 _OWN_NAMES = {"namespace": "POD_NAMESPACE", "pod_name": "POD_NAME"}
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class SettingsError(ValueError):
@@ -71,6 +73,21 @@ def _valid_types(types: str) -> str:
     return types
 
 
+def _parts(names: object) -> object:
+    """Split the value of a variable; an empty part stays, to be refused."""
+    return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+
+
+def _valid_namespaces(names: tuple[str, ...]) -> tuple[str, ...]:
+    invalid = [name for name in names if not _NAMESPACE.fullmatch(name)]
+    if invalid:
+        raise ValueError(f"{invalid} are not names of namespaces: separate the names by single commas")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{repeated} are repeated: name each namespace once")
+    return names
+
+
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
@@ -84,8 +101,8 @@ class Settings(BaseModel):
     """The operator's namespace."""
     pod_name: str = "ppojob-operator"
     """The operator's pod, which Events name as their reporter."""
-    watch_namespace: str = ""
-    """Namespace of the PPOJobs. Empty: all namespaces."""
+    watch_namespaces: Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(_valid_namespaces)] = ()
+    """Namespaces of the PPOJobs; the variable separates them by commas. Empty: all namespaces."""
     log_level: LogLevel = LogLevel.INFO
     """Level of the log."""
     log_format: LogFormat = LogFormat.TEXT

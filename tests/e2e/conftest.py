@@ -181,7 +181,7 @@ def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> No
     values = {
         "image.repository": repository,
         "image.tag": tag,
-        "watchNamespace": namespace,
+        "watchNamespaces": f"{{{namespace}}}",
         # The definition is shared by everybody on this cluster, so no release of the tests owns it.
         "crds.install": "false",
         "resources.requests.cpu": "50m",

@@ -48,7 +48,7 @@ def _for_each(kubectl: Callable[..., str], action: Callable[[Callable[..., str],
     """Do it with the Deployment of each operator that watches all namespaces."""
     found = json.loads(kubectl("get", "deployments", "--all-namespaces", _SELECTOR, "--output=json"))
     for each in found["items"]:
-        if not _watched_namespace(each["spec"]["template"]["spec"]["containers"][0]):
+        if not _watched_namespaces(each["spec"]["template"]["spec"]["containers"][0]):
             action(kubectl, each)
 
 
@@ -70,5 +70,6 @@ def _resume(kubectl: Callable[..., str], deployment: dict[str, Any]) -> None:
         kubectl("annotate", name, f"--namespace={namespace}", f"{_REPLICAS}-")
 
 
-def _watched_namespace(container: dict[str, list[dict[str, str]]]) -> str:
-    return {item["name"]: item.get("value", "") for item in container["env"]}.get("PPOJOB_WATCH_NAMESPACE", "")
+def _watched_namespaces(container: dict[str, list[dict[str, str]]]) -> str:
+    """Return the names, separated by commas; empty: all namespaces."""
+    return {item["name"]: item.get("value", "") for item in container["env"]}.get("PPOJOB_WATCH_NAMESPACES", "")

@@ -50,7 +50,18 @@ go on running after an uninstall need it when the operator comes back. */}}
 
 {{/* Role or ClusterRole: what the operator may do where its jobs are. */}}
 {{- define "ppojob.roleKind" -}}
-{{- if .Values.watchNamespace -}}Role{{- else -}}ClusterRole{{- end -}}
+{{- if .Values.watchNamespaces -}}Role{{- else -}}ClusterRole{{- end -}}
+{{- end -}}
+
+{{/* Name of the Role in each of the watched namespaces, or of the ClusterRole. */}}
+{{- define "ppojob.roleName" -}}
+{{- if .Values.watchNamespaces -}}{{- include "ppojob.name" . -}}{{- else -}}{{- include "ppojob.clusterWideName" . -}}{{- end -}}
+{{- end -}}
+
+{{/* Selects the watched namespaces, if the operator does not serve all. */}}
+{{- define "ppojob.namespaceSelector" -}}
+matchExpressions:
+  - {key: kubernetes.io/metadata.name, operator: In, values: {{ toJson .Values.watchNamespaces }}}
 {{- end -}}
 
 {{/* Objects without a namespace: another release must not meet them. */}}

@@ -89,6 +89,6 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # The API server filters, so pods, Jobs and RayClusters of others are not sent.
     for resource in _VIEWS:
         configured.watching.label_selectors[resource] = constants.LABEL_JOB
-    # Limited to one namespace, the operator may not read CustomResourceDefinitions and namespaces.
-    configured.scanning.disabled = bool(settings.watch_namespace)
+    # Limited to some namespaces, the operator may not read CustomResourceDefinitions and namespaces.
+    configured.scanning.disabled = bool(settings.watch_namespaces)
     return configured

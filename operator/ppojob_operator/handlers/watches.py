@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 import kopf
 
-from ppojob_operator.api_server import ApiError
+from ppojob_operator.api_server import ApiError, ApiRefused
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.handlers.registry import Enqueue, kopf_settings, registry
 from ppojob_operator.settings import Settings
@@ -27,6 +28,25 @@ _CANCEL_SECONDS = 1.0
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 """Pauses before Kopf is started again; one that has run for longer than this begins with the first one again."""
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What Kopf can watch when it is started. Limited to some namespaces, it does not notice that this grows."""
+
+    namespaces: frozenset[str] = frozenset()
+    """Empty: all."""
+    has_clusters: bool = True
+    """Whether the API server serves RayClusters: KubeRay is installed."""
+    refusals: Mapping[str, ApiRefused] = field(default_factory=dict)
+    """Why the other namespaces cannot be watched: such a namespace, or the operator's Role in it, was deleted."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.has_clusters and not self.refusals
+
+    def has_more_than(self, other: "_Scope") -> bool:
+        return self.has_clusters > other.has_clusters or bool(self.namespaces - other.namespaces)
 
 
 class Watches:
@@ -58,15 +78,15 @@ class Watches:
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until `stop` is set. If the watches fail, restart them.
 
-        Limited to one namespace, Kopf does not see new CRDs, so it is restarted when KubeRay is installed.
+        Limited to some namespaces, Kopf does not see new CRDs, so it is restarted when KubeRay is installed. A
+        namespace that cannot be read would end Kopf, so the others are watched without it until it can be read again.
         """
         pause = 0.0
-        while not stop.is_set():
-            is_whole = await self._await_resources(stop)
-            if stop.is_set():
-                return
+        while (scope := await self._await_scope(stop)) and not stop.is_set():
+            for namespace, error in scope.refusals.items():
+                logger.warning("namespace %s is not watched, because it cannot be read: %s", namespace, error)
             began = monotonic()
-            problem = await self._watch_until(stop, is_whole=is_whole)
+            problem = await self._watch_until(stop, scope)
             if problem is None:
                 continue
             ran_long = monotonic() - began > _LONGEST_PAUSE
@@ -76,13 +96,13 @@ class Watches:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause)
 
-    async def _watch_until(self, stop: asyncio.Event, *, is_whole: bool) -> str | None:
-        """Run Kopf until `stop` is set or KubeRay is installed; return the problem if Kopf ended early."""
+    async def _watch_until(self, stop: asyncio.Event, scope: _Scope) -> str | None:
+        """Run Kopf until `stop` is set or it could watch more; return the problem if Kopf ended early."""
         stopped = threading.Event()
-        watching = asyncio.create_task(asyncio.to_thread(self._watch, stopped), name="kopf")
+        watching = asyncio.create_task(asyncio.to_thread(self._watch, scope, stopped), name="kopf")
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
-        if not is_whole:
-            ends.append(asyncio.create_task(self._await_kuberay()))
+        if not scope.is_whole:
+            ends.append(asyncio.create_task(self._await_more(scope)))
         try:
             await asyncio.wait([watching, *ends], return_when=asyncio.FIRST_COMPLETED)
             was_asked = not watching.done()
@@ -97,31 +117,52 @@ class Watches:
             return None
         return "Kopf ended without an error" if error is None else f"{type(error).__name__}: {error}"
 
-    async def _await_resources(self, stop: asyncio.Event) -> bool:
-        """Wait until the API server serves PPOJobs; return whether Kopf can stay as it is when KubeRay is installed."""
-        namespace = self._settings.watch_namespace
+    async def _await_scope(self, stop: asyncio.Event) -> _Scope | None:
+        """Wait until the API server serves PPOJobs in one namespace at least; None if `stop` was set first."""
         while not stop.is_set():
             try:
-                if await self._cluster.serves_jobs(namespace):
-                    return not namespace or await self._cluster.serves_clusters(namespace)
+                if scope := await self._find_scope():
+                    return scope
                 logger.warning("the API server does not serve PPOJobs: install the CustomResourceDefinition")
             except ApiError as error:
                 logger.warning("the API server does not answer: %s", error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _RESOURCE_SECONDS)
-        return True
+        return None
 
-    async def _await_kuberay(self) -> None:
-        served = False
-        while not served:
+    async def _find_scope(self) -> _Scope | None:
+        """Return what can be watched; None if the API server does not serve PPOJobs.
+
+        Raises:
+            ApiError: nothing can be watched, or the API server does not answer.
+        """
+        watched = self._settings.watch_namespaces
+        if not watched:
+            return _Scope() if await self._cluster.serves_jobs("") else None
+        refusals: dict[str, ApiRefused] = {}
+        for namespace in watched:
+            try:
+                if not await self._cluster.serves_jobs(namespace):
+                    return None
+            except ApiRefused as error:
+                refusals[namespace] = error
+        found = [namespace for namespace in watched if namespace not in refusals]
+        if not found:
+            raise refusals[watched[0]]
+        return _Scope(frozenset(found), await self._cluster.serves_clusters(found[0]), refusals)
+
+    async def _await_more(self, scope: _Scope) -> None:
+        has_more = False
+        while not has_more:
             await asyncio.sleep(_RESOURCE_SECONDS)
             with contextlib.suppress(ApiError):
-                served = await self._cluster.serves_clusters(self._settings.watch_namespace)
+                found = await self._find_scope()
+                has_more = found is not None and found.has_more_than(scope)
 
-    def _watch(self, stopped: threading.Event) -> None:
-        namespace = self._settings.watch_namespace
-        logger.info("watching PPOJobs, RayClusters, Jobs and pods in %s", namespace or "all namespaces")
-        where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
+    def _watch(self, scope: _Scope, stopped: threading.Event) -> None:
+        names = sorted(scope.namespaces)
+        logger.info("watching PPOJobs, RayClusters, Jobs and pods in %s", ", ".join(names) or "all namespaces")
+        where: dict[str, Any] = {"namespaces": names} if names else {"clusterwide": True}
         operator = kopf.operator(
             registry=registry(self._enqueue),
             settings=kopf_settings(self._settings),

@@ -114,7 +114,7 @@ class OperatorProcess:
         environment = {
             **os.environ,
             "POD_NAMESPACE": self.namespace,
-            "PPOJOB_WATCH_NAMESPACE": self.namespace,
+            "PPOJOB_WATCH_NAMESPACES": self.namespace,
             "PPOJOB_PORT": str(self.port),
             "PPOJOB_PROBE_PORT": str(self.probe_port),
             "PPOJOB_PUBLIC_URL": self.url,

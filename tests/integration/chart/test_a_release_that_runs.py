@@ -34,7 +34,7 @@ def settings(kubectl: Any) -> list[str]:
     values = {
         "image.repository": repository,
         "image.tag": tag,
-        "watchNamespace": kubectl.namespace,
+        "watchNamespaces": f"{{{kubectl.namespace}}}",
         "crds.install": "false",
         "resources.requests.cpu": "50m",
         "leaderElection.leaseDurationSeconds": "8",

@@ -33,7 +33,8 @@ def helm(namespace: str, *arguments: str) -> str:
 
 def values(kubectl: Any, **more: str) -> list[str]:
     """Return the values of a release whose pods sleep: its operators are processes of this machine."""
-    given = {"replicas": "0", "watchNamespace": kubectl.namespace, "jobNetworkPolicy.enabled": "true", **more}
+    watched = f"{{{kubectl.namespace}}}"
+    given = {"replicas": "0", "watchNamespaces": watched, "jobNetworkPolicy.enabled": "true", **more}
     return [f"--set={name}={value}" for name, value in given.items()]
 
 

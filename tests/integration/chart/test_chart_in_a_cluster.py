@@ -45,7 +45,7 @@ def release(kubectl: Any) -> Iterator[str]:
     "values",
     [
         (),
-        ("--set=watchNamespace={namespace}",),
+        ("--set=watchNamespaces={{{namespace}}}",),
         ("--set=certificates.existingSecret=given", "--set=networkPolicy.enabled=true"),
         (
             "--set=webhook.enabled=true",
@@ -118,7 +118,8 @@ def test_an_upgrade_leaves_what_the_operator_stored_alone(kubectl: Any, release:
 
 def test_an_upgrade_leaves_the_webhook_trusted(kubectl: Any, cluster: Any) -> None:
     where, name = f"--namespace={kubectl.namespace}", f"{kubectl.namespace}-trusted-ppojob"
-    settings = ("--set=replicas=0", "--set=webhook.enabled=true", f"--set=watchNamespace={kubectl.namespace}", *COMMON)
+    watched = f"--set=watchNamespaces={{{kubectl.namespace}}}"
+    settings = ("--set=replicas=0", "--set=webhook.enabled=true", watched, *COMMON)
     bundle = cluster.json("config", "view", "--raw", "--minify")["clusters"][0]["cluster"]["certificate-authority-data"]
     patch = json.dumps([{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle}])
     try:
@@ -217,7 +218,8 @@ def test_nothing_stays_after_uninstalling_but_the_definition(kubectl: Any, relea
 
 def test_in_one_namespace_the_account_may_act_there_and_nowhere_else(kubectl: Any) -> None:
     where = f"--namespace={kubectl.namespace}"
-    helm("install", "one", str(CHART), where, "--set=replicas=0", f"--set=watchNamespace={kubectl.namespace}", *COMMON)
+    watched = f"--set=watchNamespaces={{{kubectl.namespace}}}"
+    helm("install", "one", str(CHART), where, "--set=replicas=0", watched, *COMMON)
     account = f"--as=system:serviceaccount:{kubectl.namespace}:one-ppojob"
     rights = [("create", "rayclusters.ray.io"), ("list", "ppojobs"), ("get", "pods"), ("create", "secrets")]
 

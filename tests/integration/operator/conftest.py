@@ -99,7 +99,7 @@ class OperatorProcess:
 
 def render_chart(namespace: str, *more: str) -> list[dict[str, Any]]:
     """Return the chart's objects for one namespace, with more values."""
-    values = ["crds.install=false", f"watchNamespace={namespace}", "jobNetworkPolicy.enabled=true", *more]
+    values = ["crds.install=false", f"watchNamespaces={{{namespace}}}", "jobNetworkPolicy.enabled=true", *more]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
         [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False

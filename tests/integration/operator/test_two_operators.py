@@ -30,8 +30,8 @@ def elsewhere(kubectl: Any, _alone: None) -> Iterator[Rights]:
     there = Kubectl(f"test-{uuid.uuid4().hex[:8]}")
     there("create", "namespace", there.namespace)
     try:
-        with granted(there, render_chart(there.namespace, "watchNamespace=")) as rights:
-            rights.environment["PPOJOB_WATCH_NAMESPACE"] = kubectl.namespace
+        with granted(there, render_chart(there.namespace, "watchNamespaces=null")) as rights:
+            rights.environment["PPOJOB_WATCH_NAMESPACES"] = kubectl.namespace
             yield rights
     finally:
         there("delete", "namespace", there.namespace, "--wait=false")

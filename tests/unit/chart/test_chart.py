@@ -18,7 +18,7 @@ DEFINITION = PROJECT / "crds" / "ppojobs.ppojob.dev.yaml"
 POLICY = PROJECT / "crds" / "ppojobs-policy.yaml"
 
 SWITCHES: dict[str, dict[str, Any]] = {
-    "one namespace": {"watchNamespace": "rl-team"},
+    "two namespaces": {"watchNamespaces": ["team-a", "team-b"]},
     "no definition": {"crds.install": False},
     "definition that goes": {"crds.keep": False},
     "given certificates": {"certificates.existingSecret": "from-cert-manager"},
@@ -134,7 +134,7 @@ def test_the_operator_reads_the_environment_that_the_chart_gives_it(helm: Any, c
     listening = {port["name"]: port["containerPort"] for port in pod_of(objects)["spec"]["containers"][0]["ports"]}
     webhook = {"webhook": settings.webhook_port} if "asked" in chosen else {}
     assert listening == {"https": settings.port, "http": settings.probe_port, **webhook}
-    assert settings.watch_namespace == ("rl-team" if "one namespace" in chosen else "")
+    assert settings.watch_namespaces == (("team-a", "team-b") if "two namespaces" in chosen else ())
 
 
 def test_the_pod_is_restricted_and_its_root_is_read_only(helm: Any) -> None:
@@ -245,13 +245,14 @@ def test_the_operators_certificates_come_empty_so_that_an_upgrade_leaves_them_al
 
 def test_the_network_policy_lets_reports_and_probes_in(helm: Any) -> None:
     everywhere = only(helm.objects({"networkPolicy.enabled": True}), "NetworkPolicy")["spec"]
-    one = only(helm.objects({"networkPolicy.enabled": True, "watchNamespace": "rl-team"}), "NetworkPolicy")["spec"]
+    values = {"networkPolicy.enabled": True, "watchNamespaces": ["team-a", "team-b"]}
+    two = only(helm.objects(values), "NetworkPolicy")["spec"]
 
     assert everywhere["policyTypes"] == ["Ingress"]
     assert everywhere["ingress"][0]["from"] == [{"namespaceSelector": {}}]
-    labels = {"kubernetes.io/metadata.name": "rl-team"}
-    assert one["ingress"][0]["from"] == [{"namespaceSelector": {"matchLabels": labels}}]
-    assert one["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
+    names = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a", "team-b"]}
+    assert two["ingress"][0]["from"] == [{"namespaceSelector": {"matchExpressions": [names]}}]
+    assert two["ingress"][1] == {"ports": [{"port": "http", "protocol": "TCP"}]}
 
 
 def test_jobs_get_a_network_policy_unless_it_is_off_and_the_right_to_create_it_comes_with_it(helm: Any) -> None:
@@ -275,7 +276,7 @@ def test_a_pod_monitor_that_the_network_policies_of_jobs_would_block_is_refused(
     assert helm.objects({"metrics.podMonitor.enabled": True, "jobNetworkPolicy.enabled": False})
 
 
-@pytest.mark.parametrize("values", [{}, {"watchNamespace": "rl-team"}], ids=["everywhere", "one namespace"])
+@pytest.mark.parametrize("values", [{}, {"watchNamespaces": ["team-a", "team-b"]}], ids=["everywhere", "limited"])
 def test_helm_test_asks_with_the_operators_image_and_rights(helm: Any, values: dict[str, Any]) -> None:
     objects = helm.objects(values)
     test, pod = only(objects, "Pod"), pod_of(objects)["spec"]
@@ -288,7 +289,7 @@ def test_helm_test_asks_with_the_operators_image_and_rights(helm: Any, values: d
     assert script.strip() == (CHART / "files" / "installation_test.py").read_text().strip()
     compile(script, "installation_test.py", "exec")
     assert probe == f"http://{only(objects, 'Service')['metadata']['name']}.system.svc:8081/readyz"
-    assert jobs.endswith("/namespaces/rl-team/ppojobs" if values else "/v1alpha1/ppojobs")
+    assert jobs.endswith("/namespaces/team-a/ppojobs" if values else "/v1alpha1/ppojobs")
     assert lease.endswith(f"/namespaces/system/leases/{environment_of(objects)['PPOJOB_LEASE_NAME']}")
     # Its labels are not those that the Service and the budget select.
     assert test["metadata"]["labels"]["app.kubernetes.io/name"] != "ppojob-operator"
@@ -312,8 +313,11 @@ def test_an_old_kubernetes_is_refused(helm: Any) -> None:
         ("image.digest", "sha256:0", "digest"),
         ("image.tag", "a b", "tag"),
         ("image.pullPolicy", "Sometimes", "pullPolicy"),
-        ("watchNamespace", "a,b", "watchNamespace"),
-        ("watchNamespace", ["a"], "watchNamespace"),
+        ("watchNamespace", "a", "additional properties 'watchNamespace' not allowed"),
+        ("watchNamespaces", "a", "'/watchNamespaces': got string, want array"),
+        ("watchNamespaces", ["a", "b", "a"], "'/watchNamespaces': items at 0 and 2 are equal"),
+        ("watchNamespaces", ["a", ""], "'/watchNamespaces/1'"),
+        ("watchNamespaces", ["a,b"], "'/watchNamespaces/0'"),
         ("logLevel", "debug", "logLevel"),
         ("logFormat", "json", "logFormat"),
         ("metrics.podMonitor.port", 9464, "port"),

@@ -22,7 +22,8 @@ def test_the_service_monitor_finds_the_service(helm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "where"), [({}, {"any": True}), ({"watchNamespace": "rl-team"}, {"matchNames": ["rl-team"]})]
+    ("values", "where"),
+    [({}, {"any": True}), ({"watchNamespaces": ["team-a", "team-b"]}, {"matchNames": ["team-a", "team-b"]})],
 )
 def test_the_pod_monitor_finds_the_ports_of_the_jobs_pods(
     helm: Any, values: dict[str, Any], where: dict[str, Any]

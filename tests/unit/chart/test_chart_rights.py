@@ -10,8 +10,8 @@ from tests.unit.chart.rendered import identity, only, role_of
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 
 
-def test_in_one_namespace_only_templates_tokens_and_the_policy_are_allowed_in_the_cluster(helm: Any) -> None:
-    objects = helm.objects({"watchNamespace": "rl-team"})
+def test_a_limited_operator_may_only_use_templates_tokens_and_the_policy_in_the_cluster(helm: Any) -> None:
+    objects = helm.objects({"watchNamespaces": ["team-a", "team-b"]})
 
     assert only(objects, "ClusterRole")["rules"] == [
         {"apiGroups": ["ppojob.dev"], "resources": ["clusterppojobtemplates"], "verbs": ["get"]},
@@ -24,15 +24,41 @@ def test_in_one_namespace_only_templates_tokens_and_the_policy_are_allowed_in_th
         },
     ]
     places = {identity(manifest)[1:] for manifest in objects if manifest["kind"] == "Role"}
-    assert places == {("rl-team", "ppojob"), ("system", "ppojob-own")}
+    assert places == {("team-a", "ppojob"), ("team-b", "ppojob"), ("system", "ppojob-own")}
+
+
+def test_each_watched_namespace_has_the_same_role_and_binds_it_to_the_operators_account(helm: Any) -> None:
+    found = {identity(each): each for each in helm.objects({"watchNamespaces": ["team-a", "team-b"]})}
+
+    roles, bindings = (
+        [found[kind, namespace, "ppojob"] for namespace in ("team-a", "team-b")] for kind in ("Role", "RoleBinding")
+    )
+    assert roles[0]["rules"] == roles[1]["rules"]
+    for binding in bindings:
+        assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "ppojob"}
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "ppojob", "namespace": "system"}]
+
+
+def test_the_list_is_given_to_helm_in_braces_and_removed_by_null(helm: Any) -> None:
+    def role_namespaces(*more: str) -> list[str]:
+        done = helm.run("template", "ppojob", str(CHART), "--kube-version=1.34.0", *more)
+        assert done.returncode == 0, done.stderr
+        roles = [each for each in yaml.safe_load_all(done.stdout) if each and identity(each)[::2] == ("Role", "ppojob")]
+        return [each["metadata"]["namespace"] for each in roles]
+
+    assert role_namespaces("--set=watchNamespaces={123-team}") == ["123-team"]
+    assert role_namespaces("--set=watchNamespaces={team-a,team-b}") == ["team-a", "team-b"]
+    assert role_namespaces("--set=watchNamespaces={team-a}", "--set=watchNamespaces=null") == []
+    # A name of digits only is a number for --set.
+    assert role_namespaces('--set-json=watchNamespaces=["123"]') == ["123"]
 
 
 def test_in_all_namespaces_only_rights_to_see_what_there_is_to_watch_and_who_else_does_are_added(helm: Any) -> None:
     everywhere = role_of(helm.objects({}), "system-ppojob")["rules"]
-    one = role_of(helm.objects({"watchNamespace": "rl-team"}), "ppojob")["rules"]
+    limited = role_of(helm.objects({"watchNamespaces": ["rl-team"]}), "ppojob")["rules"]
 
-    assert everywhere[: len(one)] == one
-    *watched, lease = everywhere[len(one) :]
+    assert everywhere[: len(limited)] == limited
+    *watched, lease = everywhere[len(limited) :]
     assert {rule["resources"][0] for rule in watched} == {"customresourcedefinitions", "namespaces"}
     assert all(rule["verbs"] == ["get", "list", "watch"] for rule in watched)
     assert lease == {

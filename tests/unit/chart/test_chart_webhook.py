@@ -42,7 +42,7 @@ def test_the_api_server_reaches_every_replica_where_the_operator_listens(helm: A
 
 def test_it_is_asked_about_new_and_changed_jobs_and_about_nothing_else(helm: Any) -> None:
     webhook = webhook_of(helm.objects({"webhook.enabled": True}))
-    one = webhook_of(helm.objects({"webhook.enabled": True, "watchNamespace": "rl-team"}))
+    limited = webhook_of(helm.objects({"webhook.enabled": True, "watchNamespaces": ["team-a", "team-b"]}))
 
     [rule] = webhook["rules"]
     assert rule == {
@@ -54,7 +54,8 @@ def test_it_is_asked_about_new_and_changed_jobs_and_about_nothing_else(helm: Any
     }
     assert webhook["sideEffects"] == "None"
     assert "namespaceSelector" not in webhook
-    assert one["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "rl-team"}}
+    names = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a", "team-b"]}
+    assert limited["namespaceSelector"] == {"matchExpressions": [names]}
 
 
 @pytest.mark.parametrize("policy", ["Ignore", "Fail"])
@@ -80,7 +81,7 @@ def test_the_operators_entry_is_left_out_so_that_an_upgrade_leaves_it_alone(helm
 
 
 def test_it_brings_the_right_to_change_this_one_configuration_and_to_read_classes(helm: Any) -> None:
-    objects = helm.objects({"webhook.enabled": True, "watchNamespace": "rl-team"})
+    objects = helm.objects({"webhook.enabled": True, "watchNamespaces": ["rl-team"]})
     name = only(objects, CONFIGURATION)["metadata"]["name"]
 
     own, *others = role_of(objects, "system-ppojob-webhook")["rules"]

@@ -16,13 +16,13 @@ from tools.cluster.operators import paused
 
 @dataclass
 class Deployments:
-    """A cluster with Deployments of ours: one watches all namespaces, one a single one."""
+    """A cluster with Deployments of ours: one watches all namespaces, one only two."""
 
     items: dict[str, dict[str, Any]]
 
     @classmethod
     def made(cls) -> Deployments:
-        return cls({"demo": deployment("demo", "", 2), "other": deployment("other", "team", 1)})
+        return cls({"demo": deployment("demo", "", 2), "other": deployment("other", "team-a,team-b", 1)})
 
     def kubectl(self, *arguments: str) -> str:
         match arguments:
@@ -47,7 +47,7 @@ class Deployments:
 
 
 def deployment(name: str, watched: str, replicas: int) -> dict[str, Any]:
-    container = {"env": [{"name": "PPOJOB_WATCH_NAMESPACE", "value": watched}]}
+    container = {"env": [{"name": "PPOJOB_WATCH_NAMESPACES", "value": watched}]}
     return {
         "metadata": {"name": name, "namespace": name, "annotations": {}},
         "spec": {"replicas": replicas, "template": {"spec": {"containers": [container]}}},

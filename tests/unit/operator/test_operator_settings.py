@@ -1,5 +1,7 @@
 """Settings come from the environment, and a wrong one is named."""
 
+import re
+
 import pytest
 
 from ppojob_operator.settings import DashboardAccess, Settings, SettingsError
@@ -14,7 +16,7 @@ def test_variables_are_read_under_their_names() -> None:
         {
             "POD_NAMESPACE": "here",
             "POD_NAME": "me",
-            "PPOJOB_WATCH_NAMESPACE": "rl-team",
+            "PPOJOB_WATCH_NAMESPACES": "team-a, team-b",
             "PPOJOB_PORT": "9443",
             "PPOJOB_DASHBOARD_ACCESS": "PodIP",
             "PPOJOB_EXTRA_NAMES": "a.example, 10.0.0.1,",
@@ -22,7 +24,8 @@ def test_variables_are_read_under_their_names() -> None:
         }
     )
 
-    assert (settings.namespace, settings.pod_name, settings.watch_namespace) == ("here", "me", "rl-team")
+    assert (settings.namespace, settings.pod_name) == ("here", "me")
+    assert settings.watch_namespaces == ("team-a", "team-b")
     assert settings.port == 9443
     assert settings.dashboard_access is DashboardAccess.POD_IP
     assert settings.certificate_names == ("a.example", "10.0.0.1")
@@ -35,6 +38,13 @@ def test_an_empty_variable_is_not_set() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("PPOJOB_WATCH_NAMESPACES", ","),
+        ("PPOJOB_WATCH_NAMESPACES", "team-a,team-b,"),
+        ("PPOJOB_WATCH_NAMESPACES", "team-a,,team-b"),
+        ("PPOJOB_WATCH_NAMESPACES", "team-a team-b"),
+        ("PPOJOB_WATCH_NAMESPACES", "Team_A"),
+        ("PPOJOB_WATCH_NAMESPACES", "team-*"),
+        ("PPOJOB_WATCH_NAMESPACES", "team-a,team-a"),
         ("PPOJOB_PORT", "tcp://10.0.0.1:443"),
         ("PPOJOB_PORT", "0"),
         ("PPOJOB_WORKERS", "0"),
@@ -54,7 +64,7 @@ def test_an_empty_variable_is_not_set() -> None:
     ],
 )
 def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=f"{name}='{value}'"):
+    with pytest.raises(SettingsError, match=re.escape(f"{name}={value!r}")):
         Settings.from_environment({name: value})
 
 
@@ -69,6 +79,18 @@ def test_a_wrong_value_is_named_with_its_variable(name: str, value: str) -> None
 def test_times_with_which_two_would_lead_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="PPOJOB_LEASE_RETRY_PERIOD < PPOJOB_LEASE_RENEW_DEADLINE < PPOJOB_LEASE_D"):
         Settings.from_environment(variables)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("team-a,,Team_B", "['', 'Team_B'] are not names of namespaces: separate the names by single commas"),
+        ("a,b,a,c,c", "['a', 'c'] are repeated: name each namespace once"),
+    ],
+)
+def test_a_wrong_list_of_namespaces_is_refused_with_its_wrong_parts(value: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        Settings.from_environment({"PPOJOB_WATCH_NAMESPACES": value})
 
 
 def test_an_unknown_type_of_notification_is_named_with_the_known_ones() -> None:

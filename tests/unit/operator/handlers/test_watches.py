@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -10,23 +11,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import kopf
 import pytest
 import yaml
 from aiohttp import web
 
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.handlers import Watches
+from ppojob_operator.handlers.registry import kopf_settings
 from ppojob_operator.handlers.watches import _ended
 from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 from tests.unit.operator.fake_api_server import connected
 
 LIMIT = 60.0
-JOB = {
-    "apiVersion": "ppojob.dev/v1alpha1",
-    "kind": "PPOJob",
-    "metadata": {"namespace": "ns", "name": "first", "uid": "uid-1", "resourceVersion": "5"},
-}
 KINDS = {
     "": ("v1", {"pods": "Pod", "namespaces": "Namespace"}),
     "ppojob.dev": ("v1alpha1", {"ppojobs": "PPOJob"}),
@@ -43,24 +41,54 @@ def error(code: int) -> dict[str, Any]:
 
 
 class FakeAPIServer:
-    """The API server: discovery, lists with one PPOJob, and watches that stay open; `breaks` are used up one by one."""
+    """The API server: discovery, one PPOJob in each namespace, and watches that stay open.
+
+    `breaks` are used up one by one. Requests in `forbidden` namespaces are refused, and watches there end.
+    """
 
     def __init__(self) -> None:
         self.breaks: list[Answer] = []
+        self.forbidden: set[str] = set()
+        self.has_kuberay = True
         self.requests: Counter[str] = Counter()
-        """Lists and watches of PPOJobs."""
+        """Lists and watches of PPOJobs, watches of RayClusters, and refused requests: the operator's, and Kopf's."""
+        self.watched: Counter[str] = Counter()
+        """Watches of PPOJobs by namespace."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/")
+        found = re.search("/namespaces/([^/]+)/", path)
+        namespace = found[1] if found else ""
+        if namespace in self.forbidden:
+            self.requests["refused probe" if request.query.get("limit") == "1" else "refused"] += 1
+            return await refuses(403)(request)
+        if path.startswith("/apis/ray.io") and not self.has_kuberay:
+            self.requests["no KubeRay"] += 1
+            return await refuses(404)(request)
+        is_watch = request.query.get("watch") == "true"
+        self.requests["watch of RayClusters"] += is_watch and path.endswith("/rayclusters")
         if path.endswith("/ppojobs"):
-            is_watch = request.query.get("watch") == "true"
             self.requests["watch" if is_watch else "list"] += "limit" not in request.query or is_watch
+            self.watched[namespace] += is_watch
             if is_watch and self.breaks:
                 return await self.breaks.pop(0)(request)
-            return await hold(request) if is_watch else web.json_response(collection([JOB]))
+            return await self.hold(request, namespace) if is_watch else web.json_response(collection([job(namespace)]))
         if path.endswith(("/pods", "/rayclusters")):
-            return await hold(request) if "watch" in request.query else web.json_response(collection([]))
+            return await self.hold(request, namespace) if is_watch else web.json_response(collection([]))
         return web.json_response(discovery(path))
+
+    async def hold(self, request: web.Request, namespace: str) -> web.StreamResponse:
+        """Answer a watch with nothing until the client leaves or the namespace is forbidden."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while namespace not in self.forbidden:
+            await asyncio.sleep(0.05)
+        return response
+
+
+def job(namespace: str) -> dict[str, Any]:
+    metadata = {"namespace": namespace, "name": "first", "uid": f"uid-{namespace}", "resourceVersion": "5"}
+    return {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": metadata}
 
 
 def collection(items: list[Any]) -> dict[str, Any]:
@@ -125,7 +153,7 @@ async def resets(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def watching(
-    server: FakeAPIServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+    server: FakeAPIServer, folder: Path, monkeypatch: pytest.MonkeyPatch, *namespaces: str
 ) -> AsyncIterator[tuple[asyncio.Task[None], list[JobKey]]]:
     async with connected(server.answer) as api:
         configuration = folder / "kubeconfig"
@@ -142,7 +170,7 @@ async def watching(
         monkeypatch.setenv("KUBECONFIG", str(configuration))
         noted: list[JobKey] = []
         stop = asyncio.Event()
-        cluster, settings = Cluster(api, reporter="test"), Settings(watch_namespace="ns")
+        cluster, settings = Cluster(api, reporter="test"), Settings(watch_namespaces=namespaces)
         watches = Watches(settings, cluster, noted.append, lambda: server.requests.update(["failure"]))
         task = asyncio.create_task(watches.run(stop))
         try:
@@ -169,7 +197,7 @@ async def test_a_watch_that_breaks_begins_again(
 ) -> None:
     server = FakeAPIServer()
     server.breaks = [broken]
-    async with watching(server, tmp_path, monkeypatch) as (task, noted), asyncio.timeout(LIMIT):
+    async with watching(server, tmp_path, monkeypatch, "ns") as (task, noted), asyncio.timeout(LIMIT):
         while server.requests["watch"] < 2:
             assert not task.done(), task.exception()
             await asyncio.sleep(0.05)
@@ -199,3 +227,77 @@ async def test_a_watcher_that_ignores_its_cancellation_is_cancelled_again(monkey
         await _ended(operator(), stopped)
 
     assert stopped.is_set()
+
+
+async def wait_until(is_so: Callable[[], bool], watches: asyncio.Task[None]) -> None:
+    """Wait, and fail if the watches end before."""
+    while not is_so():
+        assert not watches.done(), watches.exception()
+        await asyncio.sleep(0.05)
+
+
+async def test_each_namespace_of_the_list_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeAPIServer()
+    async with watching(server, tmp_path, monkeypatch, "a", "b") as (task, noted), asyncio.timeout(LIMIT):
+        await wait_until(lambda: set(noted) == {JobKey("a", "first"), JobKey("b", "first")}, task)
+        await wait_until(lambda: server.watched == {"a": 1, "b": 1}, task)
+
+    assert server.requests["failure"] == 0
+
+
+@pytest.mark.parametrize("forbidden", ["a", "b", "ab"])
+async def test_a_namespace_that_cannot_be_read_is_left_out_until_it_can(
+    forbidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppojob_operator.handlers.watches._RESOURCE_SECONDS", 0.2)
+    server = FakeAPIServer()
+    server.forbidden = set(forbidden)
+    async with watching(server, tmp_path, monkeypatch, "a", "b") as (task, noted), asyncio.timeout(LIMIT):
+        await wait_until(lambda: {key.namespace for key in noted} == {"a", "b"} - set(forbidden), task)
+        await wait_until(lambda: server.requests["refused probe"] >= 4, task)
+        server.forbidden = set()
+        await wait_until(lambda: {key.namespace for key in noted} == {"a", "b"}, task)
+
+    assert server.requests["refused"] == server.requests["failure"] == 0
+
+
+async def test_ray_clusters_are_watched_in_each_namespace_once_kuberay_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppojob_operator.handlers.watches._RESOURCE_SECONDS", 0.2)
+    server = FakeAPIServer()
+    server.has_kuberay = False
+    async with watching(server, tmp_path, monkeypatch, "a", "b") as (task, noted), asyncio.timeout(LIMIT):
+        await wait_until(lambda: len(set(noted)) == 2, task)
+        await wait_until(lambda: server.requests["no KubeRay"] >= 4, task)
+        assert server.requests["watch of RayClusters"] == 0
+        server.has_kuberay = True
+        await wait_until(lambda: server.requests["watch of RayClusters"] == 2, task)
+
+    assert server.requests["failure"] == 0
+
+
+async def test_the_loss_of_a_namespace_ends_the_watches_of_the_others_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(settings: Settings) -> kopf.OperatorSettings:
+        configured = kopf_settings(settings)
+        configured.networking.error_backoffs = (0.1,)
+        return configured
+
+    monkeypatch.setattr("ppojob_operator.handlers.watches.kopf_settings", impatient)
+    monkeypatch.setattr("ppojob_operator.handlers.watches._RESOURCE_SECONDS", 0.2)
+    server = FakeAPIServer()
+    async with watching(server, tmp_path, monkeypatch, "a", "b") as (task, _), asyncio.timeout(LIMIT):
+        await wait_until(lambda: server.watched == {"a": 1, "b": 1}, task)
+        server.forbidden = {"a"}
+        await wait_until(lambda: server.requests["failure"] == 1, task)
+        before = Counter(server.requests)
+        await wait_until(lambda: server.requests["watch"] > before["watch"], task)
+        await wait_until(lambda: server.requests["refused probe"] >= before["refused probe"] + 4, task)
+        assert server.requests["refused"] == before["refused"]
+        assert server.watched["a"] == 1
+        server.forbidden = set()
+        await wait_until(lambda: server.watched["a"] == 2, task)
+
+    assert server.requests["failure"] == 1

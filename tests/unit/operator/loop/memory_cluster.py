@@ -56,7 +56,8 @@ class MemoryCluster:
         return self.jobs.get(key)
 
     async def list_jobs(self, namespace: str) -> list[Manifest]:
-        return list(self.jobs.values())
+        self._call("list_jobs", JobKey(namespace, ""))
+        return [job for key, job in self.jobs.items() if namespace in ("", key.namespace)]
 
     async def list_clusters(self, key: JobKey) -> list[Manifest] | None:
         return self.clusters.get(key, [])

@@ -251,6 +251,38 @@ async def test_jobs_that_no_watch_reported_are_found_and_the_watch_is_blamed() -
     assert loop.watch_problem() is None
 
 
+async def test_a_resync_lists_the_watched_namespaces_and_the_watch_is_blamed_for_each() -> None:
+    keys = [JobKey(namespace, "good") for namespace in ("a", "b", "c")]
+    loop = make_loop(cluster := MemoryCluster(*keys), idle_interval=0.2, watch_namespaces=("a", "b"))
+
+    await run_for(loop, 0.5)
+
+    listed = {key.namespace for name, key in cluster.calls if name == "list_jobs"}
+    assert listed == {key.namespace for name, key in cluster.calls if name == "read_job"} == {"a", "b"}
+    assert loop.watch_problem() == "the watch never reported 2 jobs that exist, such as a/good"
+    loop.enqueue(keys[0])
+    assert loop.watch_problem() == "the watch never reported 1 jobs that exist, such as b/good"
+
+
+async def test_without_a_list_a_resync_lists_all_namespaces_at_once() -> None:
+    loop = make_loop(cluster := MemoryCluster(GOOD), idle_interval=0.2)
+
+    await run_for(loop, 0.3)
+
+    assert [key for name, key in cluster.calls if name == "list_jobs"] == [JobKey("", "")]
+
+
+async def test_a_namespace_that_cannot_be_listed_does_not_keep_others_from_a_resync() -> None:
+    cluster = MemoryCluster(JobKey("a", "good"), JobKey("b", "good"))
+    cluster.errors["list_jobs", JobKey("a", "")] = ApiRefused("403 the namespace was deleted")
+    loop = make_loop(cluster, idle_interval=0.2, watch_namespaces=("a", "b"))
+
+    await run_for(loop, 0.5)
+
+    assert {key for name, key in cluster.calls if name == "read_job"} == {JobKey("b", "good")}
+    assert loop.watch_problem() == "the watch never reported 1 jobs that exist, such as b/good"
+
+
 async def test_retries_are_counted_once_they_are_written() -> None:
     counted: list[tuple[str, int]] = []
     loop = make_loop(MemoryCluster(GOOD))

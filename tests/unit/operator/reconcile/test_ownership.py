@@ -131,7 +131,7 @@ def test_the_event_says_who_runs_a_job_and_what_to_do() -> None:
 
     assert told(job) == (
         "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
-        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespace, uninstall it, or hand "
+        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespaces, uninstall it, or hand "
         "the job over (ppojob.dev/operator)"
     )
     assert "does not reconcile it, and may not read the other's Lease: limit" in told(job, UNSEEN)
