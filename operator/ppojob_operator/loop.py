@@ -226,13 +226,17 @@ class Loop:
         Raises:
             ApiError, DashboardError: the plan was not completed; reconcile again.
         """
-        raw = await self._cluster.read_job(key)
+        try:
+            raw = await self._cluster.read_job(key)
+        except ApiRefused as error:
+            if not self._settings.watch_namespaces:
+                raise
+            # The namespace, or the operator's Role in it, was deleted. When it is back, the resync lists the job.
+            logger.warning("%s: it is not reconciled any more, because it cannot be read: %s", key, error)
+            self._drop(key)
+            return "left"
         if raw is None:
-            self._forget(key)
-            self._adopter.forget(key)
-            self._watched.discard(key)
-            # The watch is right not to report a deleted job.
-            self._not_watched.discard(key)
+            self._drop(key)
             return "gone"
         found = read_job(raw)
         logs.set_attempt(found.status.attempt)
@@ -262,6 +266,13 @@ class Loop:
             return job
         template = await self._cluster.read_template(job.template_ref, job.key.namespace)
         return job if template is None else replace(read_job(raw, template), status=job.status)
+
+    def _drop(self, key: JobKey) -> None:
+        self._forget(key)
+        self._adopter.forget(key)
+        self._watched.discard(key)
+        # The watch is right not to report a job that is not there.
+        self._not_watched.discard(key)
 
     def _forget(self, key: JobKey) -> None:
         self._states.pop(key, None)

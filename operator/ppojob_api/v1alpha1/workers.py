@@ -73,8 +73,8 @@ class WorkerSpec(ApiModel):
     num_workers: int = Field(default=1, ge=1, le=256)
     """Number of processes."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Processes that compute a layer together. Those that compute the same rows together, over all stages, get the same
-    rows from methods with MESH_COMPUTE_PROTO and DP_COMPUTE_METRIC, and the first of them answers."""
+    """Processes that compute a layer together. With MESH_COMPUTE_PROTO and DP_COMPUTE_METRIC, they and those of the
+    other stages get the same rows, and the first of them answers."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Stages of a pipeline. Each is a consecutive part of the processes."""
     uses_gpu: bool = False

@@ -14,6 +14,10 @@ from ppojob_operator.plan import Manifest
 
 _NOT_A_REFUSAL = ("exceeded quota", "does not support dry run")
 """The stopped RayCluster frees its quota; and a webhook that knows no dry run may accept the object itself."""
+_OF_A_FIELD = (" is invalid: ", "Kind=Job): .")
+"""Before the field in a message of the API server's validation, and of server-side apply."""
+_OF_JOBS = ("controller-uid", "job-name", "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name")
+"""Labels of a pod template for which a Job wants its own values; a RayCluster's pods may have any."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,10 @@ class Trial:
             return ""
         if not self.template:
             return words
-        # Without the name of a Job that does not exist.
-        return (words.partition(" is invalid: ")[2] or words).replace("spec.template", self.template)
+        # Only what the API server says of the pod itself: policies and webhooks for Jobs say nothing about pods. And
+        # without the name of a Job that does not exist.
+        said = next((said for sign in _OF_A_FIELD if (said := words.partition(sign)[2])), "")
+        return said.replace("spec.template", self.template) if "spec.template" in said else ""
 
 
 def trials(cluster: Manifest) -> tuple[Trial, ...]:
@@ -50,5 +56,11 @@ def _job(cluster: Manifest, group: Manifest) -> dict[str, Any]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {**metadata, "labels": labels},
-        "spec": {"suspend": True, "template": group["template"]},
+        "spec": {"suspend": True, "template": _without_labels_of_jobs(group["template"])},
     }
+
+
+def _without_labels_of_jobs(template: Manifest) -> Manifest:
+    metadata = template["metadata"]
+    labels = {name: value for name, value in metadata.get("labels", {}).items() if name not in _OF_JOBS}
+    return {**template, "metadata": {**metadata, "labels": labels}}

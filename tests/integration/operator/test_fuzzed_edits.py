@@ -1,4 +1,4 @@
-"""Whatever pool a running job gets: it is refused, or named while the trainer runs on, or its pods start.
+"""Whatever pool a running job gets: the API server rejects it, or a condition names the field, or its pods start.
 
 Each edit is taken back, so what it added is removed again. The pods are on nodes that exist only in the API server, and
 the bench's server replaces Ray's dashboard. With PPOJOB_FUZZ (`make fuzz`), all fragments of pod templates are tried,

@@ -19,7 +19,7 @@ from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.protocol import DataProto
-from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers, join_meshes
+from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.errors import HookFailedError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.partition import Share
@@ -303,7 +303,7 @@ DIVIDED = {"className": "Divided", "numWorkers": 8, "tensorParallelSize": 2, "pi
 def test_processes_that_compute_together_get_the_same_rows(pool: PlacedPool, tmp_path: Path) -> None:
     """Eight ranks in two stages: ranks 0, 1, 4 and 5 compute a row together, and 2, 3, 6 and 7."""
     add, count = hooks_of(pool, tmp_path, "add", "count", **DIVIDED)
-    asyncio.run(join_meshes([add, count]))
+    asyncio.run(add.join())
     table = table_of([0.0, 100.0, 200.0])
 
     found, _ = asyncio.run(call(add, table))
@@ -321,4 +321,4 @@ def test_a_worker_that_cannot_join_is_named(pool: PlacedPool, tmp_path: Path) ->
     with pytest.raises(
         HookFailedError, match=r"workers\[0\] \(marker\): the processes could not join: .*no such model"
     ):
-        asyncio.run(join_meshes([add]))
+        asyncio.run(add.join())

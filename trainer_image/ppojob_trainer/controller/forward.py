@@ -102,6 +102,10 @@ class Chain(Generic[B]):
         self._waiting = _without(self._waiting, lost)
         self._found = {name: _without(parts, lost) for name, parts in self._found.items()}
 
+    def read_from(self, batch: B) -> None:
+        """Take the rows that wait from `batch`, which has all of them."""
+        self._waiting = [Part(part.rows, batch.take(part.rows)) for part in self._waiting]
+
     def end(self) -> None:
         """Signal that there are no more parts."""
         self._is_ended = True
@@ -164,6 +168,11 @@ class StreamedPhases(Generic[B]):
         """Forget rows whose responses were lost. They come again, and may differ by the engine's rounding."""
         for chain in self._chains:
             chain.drop(rows)
+
+    def read_from(self, batch: B) -> None:
+        """Take the rows that wait from `batch`, the whole one: the processes that made the parts may be lost."""
+        for chain in self._chains:
+            chain.read_from(batch)
 
     def end(self) -> None:
         """Signal that there are no more parts."""

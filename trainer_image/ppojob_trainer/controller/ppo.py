@@ -27,8 +27,8 @@
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
-  updated in flight. reward N+1 (ref too, if no model of its pool is updated) runs while step N is trained. old_log_prob
-  stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
+  updated in flight. reward N+1 (ref too, if its pool neither trains nor generates) runs while step N is trained.
+  old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
 
 `loop` calls `queue.begin` (generations), `prepare` (up to the advantages: it changes no model and can be dropped) and
 `apply` (cannot be dropped). Each sample has its own seed (see `RolloutPort.generate`), so a generation that is dropped
@@ -343,6 +343,9 @@ class PPO(Generic[B]):
         except BaseException:
             streamed.cancel()
             raise
+        if self._schedule.max_staleness:
+            # The responses are kept apart from the engines now, as the rows must be that wait until later steps.
+            streamed.read_from(prompts.batch.union(rollout.batch))
         streamed.end()
         return rollout, streamed
 

@@ -104,7 +104,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     schedule, play = layout.schedule, _Simulation(seconds, layout)
     staleness = schedule.max_staleness
     push_every = 1 if schedule.in_flight else max(1, staleness)
-    # Steps between a push and the push of the first step that its weights generate: these may take turns in length.
+    # Steps between a push and the push of the first step that its weights generate: long and short ones may alternate.
     period = (staleness + 1 if schedule.in_flight else 2 * staleness) or 1
     number = _NUM_STALE_PERIODS * staleness or _NUM_PERIODS
     ends = [play.step() for _ in range(number)]

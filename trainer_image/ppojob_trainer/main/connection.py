@@ -51,7 +51,7 @@ def connected(spec: PPOJobSpec) -> Iterator[None]:
 
         check_gpus(spec, torch.cuda.device_count())
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # By default Ray hides the GPUs from processes that request none, and warns that this default will change.
+    # Processes that request no GPU see the node's. That is Ray's coming default, about which it would warn.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     handlers = _signal_handlers()
     _connect(spec)

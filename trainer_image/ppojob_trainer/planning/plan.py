@@ -163,15 +163,16 @@ def _pool(spec: PPOJobSpec, name: str, gpu: Gpu, planned: Mapping[str, RolePlan]
 
 
 def _hosts(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[HostPlan]:
-    is_async = _is_in_background(spec, sizes)
+    # The last checkpoint of a run is not written in the background: nothing changes the models after it.
+    is_async = spec.checkpoint.every_steps > 0 and _is_in_background(spec, sizes)
     found = []
     for pool, needs in host_needs(spec, sizes).items():
         load = sum(need.offloaded + OF_A_PROCESS * need.num_processes for need in needs)
-        if is_async:
-            # Allocated when the models are loaded, and kept.
-            load += sum(need.staged for need in needs)
+        staged = sum(need.staged for need in needs) if is_async else 0
         trained = [need for need in needs if need.role in ("actor", "critic")]
-        save = load if is_async else load + sum(_SAVED_FILE * need.num_processes for need in trained)
+        save = load + (staged if is_async else sum(_SAVED_FILE * need.num_processes for need in trained))
+        # Allocated when the models are loaded, and kept.
+        load += staged
         of_actor = [need.num_processes for need in needs if need.role == "actor"]
         export = load + sum(_exported(spec, sizes["actor"].num_parameters, num_local) for num_local in of_actor)
         found.append(HostPlan(pool, load, save, export, min(sizes[need.role].host_bytes for need in needs)))

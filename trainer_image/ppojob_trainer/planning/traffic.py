@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, link_plans
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
@@ -27,7 +28,6 @@ __all__ = ["Link", "links_of"]
 _BFLOAT16: Final = 2
 _ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
 _BEFORE_UPDATES: Final = (*_ROLLOUT, Keys.TOKEN_LEVEL_SCORES, Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB)
-_NUMBERS_OF_EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 _WAYS: Final = {"cuda_ipc": "on a GPU (CUDA IPC)", "nccl": "from actor rank 0 (NCCL)"}
 
 
@@ -108,7 +108,7 @@ def _column(spec: PPOJobSpec, name: str, config: PretrainedConfig) -> int:
 def _experts_of_a_token(config: PretrainedConfig) -> int:
     """Return the bytes of the experts that vLLM records for a token: those of all layers, dense ones too."""
     text: Any = config.get_text_config()
-    field, number = FIELDS[Keys.ROUTED_EXPERTS], max(getattr(text, name, None) or 0 for name in _NUMBERS_OF_EXPERTS)
+    field, number = FIELDS[Keys.ROUTED_EXPERTS], num_experts(text) or 0
     dtype = field.dtype if field.wider is None or number <= torch.iinfo(field.dtype).max + 1 else field.wider
     return int(text.num_hidden_layers * (getattr(text, "num_experts_per_tok", None) or 0) * dtype.itemsize)
 

@@ -15,16 +15,19 @@ merged into the batch; the others return metrics or None. Processes that have no
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray.exceptions import ObjectLostError
+
 from ppojob_api.v1alpha1.workers import Hook, HookPoint, WorkerSpec
+from ppojob_trainer.engines.errors import RendezvousError
 from ppojob_trainer.protocol import Meta
 from ppojob_trainer.user_code import UserCodeError, check_call, find_class, import_user_code
+from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.dispatch import Dispatch, RemoteMethod, merge_metrics
 from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError
 from ppojob_trainer.worker_groups.launch import Launcher
@@ -35,7 +38,7 @@ from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["HookCall", "UserWorkers", "join_meshes", "make_user_worker"]
+__all__ = ["HookCall", "UserWorkers", "joins_of", "make_user_worker"]
 
 Method = RemoteMethod[Any, Any, Any, Any, Any]
 
@@ -73,7 +76,17 @@ class UserWorkers:
         return cls(spec, where, methods, joins=issubclass(found, MeshWorker))
 
     def start(self, launcher: Launcher, pool: PlacedPool, environment: Mapping[str, str]) -> WorkerGroup[Any]:
-        """Start the processes, spread over the pool's bundles, without waiting for them."""
+        """Start the processes, spread over the pool's bundles, without waiting for them.
+
+        Raises:
+            WorkerImportError: two processes of a process group would share a GPU, which NCCL refuses.
+        """
+        number, num_gpus = self.spec.num_workers, len(pool.bundles)
+        if self.joins and self.spec.uses_gpu and number > num_gpus:
+            raise WorkerImportError(
+                f"{self.where}.numWorkers: {number}: with usesGPU, each process of a MeshWorker needs its own GPU, and "
+                f"pool {pool.name} has {num_gpus}: lower it, or enlarge the pool"
+            )
         bundles = [pool.bundles[number % len(pool.bundles)] for number in range(self.spec.num_workers)]
         make = partial(make_user_worker, spec=self.spec, where=self.where)
         fraction = pool.gpu_fraction if self.spec.uses_gpu else 0.0
@@ -88,14 +101,9 @@ class UserWorkers:
         ]
 
 
-async def join_meshes(hooks: Iterable[HookCall]) -> None:
-    """Let the processes of each `MeshWorker` join their process group.
-
-    Raises:
-        HookFailedError: they did not meet, or `joined` raised; names the worker.
-        WorkerGroupError: a process was lost.
-    """
-    await asyncio.gather(*(hook.join() for hook in {hook.worker: hook for hook in hooks}.values()))
+def joins_of(hooks: Iterable[HookCall]) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return what lets the processes of each `MeshWorker` join their process group, by the name of the worker."""
+    return {hook.worker: hook.join() for hook in {hook.worker: hook for hook in hooks}.values() if hook.joins}
 
 
 def make_user_worker(context: WorkerContext, spec: WorkerSpec, where: str) -> Any:
@@ -113,19 +121,30 @@ class HookCall:
         self._user = user
 
     @property
+    def joins(self) -> bool:
+        """Whether its processes must join a process group first."""
+        return self._user.joins
+
+    @property
     def worker(self) -> str:
         """Name of the worker group."""
         return self._group.role
 
     async def join(self) -> None:
-        """See `join_meshes`."""
-        if not self._user.joins:
-            return
+        """Let the processes of a `MeshWorker` join their process group.
+
+        Raises:
+            HookFailedError: `joined` raised; names the worker.
+            WorkerGroupError: a process was lost, or they did not meet.
+        """
         spec = self._user.spec
         try:
             where = await self._group.call(MeshWorker.rendezvous)
-            await self._group.call(MeshWorker.join, *where, spec.pipeline_parallel_size, spec.tensor_parallel_size)
+            sizes = spec.pipeline_parallel_size, spec.tensor_parallel_size
+            await self._group.call(MeshWorker.join, *where, *sizes, spec.uses_gpu)
         except WorkerFailedError as error:
+            if _is_of_others(error):
+                raise
             raise HookFailedError(f"{self._user.where}: the processes could not join: {error}") from error
 
     async def call(self, batch: Table, step: int) -> tuple[Table, dict[str, float]]:
@@ -138,6 +157,8 @@ class HookCall:
         try:
             answer = await self._send(batch, {Meta.GLOBAL_STEP: step})
         except WorkerFailedError as error:
+            if self._user.joins and _is_of_others(error):
+                raise
             raise self._failed(str(error)) from error
         if isinstance(answer, Table):
             means = {name: sum(values) / len(values) for name, values in answer.metrics.items() if values}
@@ -165,6 +186,11 @@ class HookCall:
     def _failed(self, why: str) -> HookFailedError:
         where = f"{self._user.where}, hook after {self.after.value}, method {self._method.__name__}"
         return HookFailedError(f"{where}: {why}")
+
+
+def _is_of_others(error: WorkerFailedError) -> bool:
+    """Return whether a method failed because it could not reach another process, which may be lost; see `explained`."""
+    return isinstance(error.__cause__, ObjectLostError | RendezvousError) or is_of_communication(error.__cause__)
 
 
 def _user_class(spec: WorkerSpec, where: str) -> type[Any]:

@@ -34,7 +34,7 @@ __all__ = ["MeshWorker"]
 
 
 class MeshWorker:
-    """A worker whose processes are one process group of torch.distributed: NCCL if it uses a GPU, else gloo.
+    """A worker whose processes are one process group of torch.distributed: gloo, and NCCL with `usesGPU`.
 
     sizes: number of stages, of data-parallel ranks, and of ranks that compute a layer together; set before `joined`.
     """
@@ -56,16 +56,22 @@ class MeshWorker:
         return self.context.address, self._store.port
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def join(self, address: str, port: int, stages: int, of_layer: int) -> None:
+    def join(self, address: str, port: int, stages: int, of_layer: int, uses_gpu: bool) -> None:
         """Join the process group, then call `joined`.
+
+        Args:
+            uses_gpu: the process has a GPU of its own. Others see the GPUs of the node too.
 
         Raises:
             RendezvousError: rank 0 does not listen there.
         """
         context = self.context
         self._store = self._store or connect(address, port, context.timeout_s)
+        if uses_gpu:
+            # Only the GPU of its bundle is visible to the process.
+            torch.cuda.set_device(0)
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            "cpu:gloo,cuda:nccl" if uses_gpu else "gloo",
             store=self._store,
             rank=context.rank,
             world_size=context.world_size,

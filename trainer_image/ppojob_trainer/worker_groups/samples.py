@@ -22,6 +22,10 @@ READ_BY_SAMPLES = (*SEQUENCES, Keys.SOURCE, Keys.DATA_SOURCE, Keys.INDEX, Keys.S
 """The columns of the batch that a `SampleKeeper` reads."""
 
 
+_STEPS = 16
+"""More than the steps that are scored at the same time (`schedule.maxStaleness`)."""
+
+
 class SampleKeeper:
     """Writes `spec.telemetry.samplesPerStep` rows per step; on other ranks it writes nothing."""
 
@@ -29,12 +33,12 @@ class SampleKeeper:
         self._number = spec.telemetry.samples_per_step
         is_asked = context.rank == 0 and context.run_folder is not None and self._number > 0
         self._log = SampleLog(RunFiles(context.run_folder).samples) if is_asked and context.run_folder else None
-        # A step's rows may arrive in parts.
-        self._kept: tuple[tuple[str, int], int] = (("", 0), 0)
+        # A step's rows may arrive in parts, between those of other steps.
+        self._kept: dict[tuple[str, int], int] = {}
 
     def renew(self) -> None:
         """Write the samples of a step that is repeated, in another attempt."""
-        self._kept = (("", 0), 0)
+        self._kept = {}
 
     def keep(
         self, batch: DataProto, scores: Ragged, decoder: Decoder, extras: Sequence[Mapping[str, Any]] = ()
@@ -44,8 +48,10 @@ class SampleKeeper:
         if self._log is None or phase is None:
             return
         which = (phase.phase, phase.step)
-        num_kept = self._kept[1] if self._kept[0] == which else 0
+        num_kept = self._kept.get(which, 0)
         samples = samples_of(batch, scores, decoder, self._number - num_kept, extras)
         if samples:
             self._log.write(samples, phase=phase.phase, step=phase.step)
-        self._kept = (which, num_kept + len(samples))
+        self._kept[which] = num_kept + len(samples)
+        # Later than that, no part of a step arrives.
+        self._kept = {each: number for each, number in self._kept.items() if each[1] > phase.step - _STEPS}

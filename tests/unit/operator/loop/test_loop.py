@@ -379,3 +379,22 @@ async def test_after_an_error_everything_is_read_again() -> None:
     await run_for(loop, 1.5)
 
     assert cluster.calls.count(("list_pods", GOOD)) == before + 1
+
+
+@pytest.mark.parametrize("watched", [("ns",), ()])
+async def test_a_job_of_a_namespace_that_cannot_be_read_is_left(watched: tuple[str, ...]) -> None:
+    """With a list of namespaces, one of them may be deleted, with the operator's Role in it."""
+    loop = make_loop(cluster := MemoryCluster(GOOD), watch_namespaces=watched)
+    await loop.reconcile(GOOD)
+    assert len(loop.job_states()) == 1
+    cluster.errors["read_job", GOOD] = ApiRefused("403 forbidden")
+
+    if not watched:
+        with pytest.raises(ApiRefused):
+            await loop.reconcile(GOOD)
+        return
+    assert await loop.reconcile(GOOD) == "left"
+
+    assert len(loop.job_states()) == 0
+    del cluster.errors["read_job", GOOD]
+    assert await loop.reconcile(GOOD) == "ok"

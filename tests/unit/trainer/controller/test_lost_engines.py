@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
-from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases
+from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, at_once
 from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.schedule import schedule_of
@@ -219,3 +219,28 @@ async def test_rows_that_were_lost_are_computed_again_whether_they_waited_or_wer
     whole = ((0, 0), again, (2, 0))
     assert {name: columns.rows for name, columns in found.items()} == dict.fromkeys(phases, whole)
     assert [rows for name, rows in seen if name == "waits"] == [((0, 0), (2, 0), again)], "lost rows are not read"
+
+
+async def test_rows_that_wait_are_read_from_the_kept_batch() -> None:
+    """The engines that made the parts may be lost before a later step's phases come to them."""
+    opened, seen = asyncio.Event(), []
+
+    async def compute(batch: FakeBatch) -> FakeBatch:
+        seen.append(batch.columns)
+        await opened.wait()
+        return FakeBatch(len(batch), {"score": 1.0}, batch.rows)
+
+    phases = {"score": ForwardPhase("score", compute, lambda _: {}, at_once)}
+    streamed = StreamedPhases(phases, [["score"]])
+    streamed.add([1], FakeBatch(1, {"from": 0.0}, ((1, 0),)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    streamed.add([0], FakeBatch(1, {"from": 0.0}, ((0, 0),)))
+
+    streamed.read_from(FakeBatch(2, {"from": 9.0}, ((0, 0), (1, 0))))
+    streamed.end()
+    opened.set()
+    found = await streamed.found()
+
+    assert seen == [{"from": 0.0}, {"from": 9.0}]
+    assert found["score"].rows == ((0, 0), (1, 0))

@@ -11,7 +11,9 @@ from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.protocol import Meta
 from ppojob_trainer.worker_groups.custom import UserWorkers
 from ppojob_trainer.worker_groups.errors import HookFailedError, WorkerFailedError, WorkerImportError, WorkerLostError
+from ppojob_trainer.worker_groups.launch import Launcher
 from ppojob_trainer.worker_groups.partition import Share
+from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 from ppojob_trainer.worker_groups.table import Rows, Table
 
 FILE = """
@@ -155,6 +157,24 @@ async def test_processes_that_compute_together_are_one_part(path: Path) -> None:
     _, _, group = await call(path, table_of(3), method="judge")
 
     assert [share.rows for share in group.partition] == [(0, 1, 2)]
+
+
+def test_processes_of_a_process_group_do_not_share_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "judges.py"
+    file.write_text(
+        "from ppojob_trainer.worker_groups.dispatch import Dispatch, register\n"
+        "from ppojob_trainer.worker_groups.mesh_worker import MeshWorker\n"
+        "class Shaper(MeshWorker):\n"
+        "    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO)\n"
+        "    def shape(self, batch): return batch\n"
+    )
+    user = UserWorkers.of(worker(file, usesGPU=True, numWorkers=4, tensorParallelSize=2), 1)
+    pool = PlacedPool("judges", None, (Bundle(0, "node"), Bundle(1, "node")), 0.5)  # type: ignore[arg-type]
+
+    with pytest.raises(
+        WorkerImportError, match=r"workers\[1\] \(shaper\).numWorkers: 4: .* pool judges has 2: lower it"
+    ):
+        user.start(Launcher(tmp_path, 1.0), pool, {})
 
 
 async def test_one_to_all_and_rank_zero_get_all_rows(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ from ppojob_trainer.engines.errors import (
     WeightLinkError,
     WeightReceiptError,
 )
+from ppojob_trainer.telemetry import CurrentPhase, within_phase
+from ppojob_trainer.worker_groups import samples as kept_samples
 from ppojob_trainer.worker_groups.errors import NotRenewableError, SupersededError
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.roles.trained import EngineWorker
@@ -168,11 +171,29 @@ def test_calls_of_an_earlier_attempt_are_refused() -> None:
 
 def test_samples_of_a_step_that_is_repeated_are_written_again(tmp_path: Path) -> None:
     keeper = SampleKeeper(CONTEXT, resolve(parse_spec(GOOD["spec"])))
-    keeper._kept = (("reward", 6), 4)
+    keeper._kept = {("reward", 6): 4}
 
     keeper.renew()
 
-    assert keeper._kept[1] == 0
+    assert keeper._kept == {}
+
+
+def test_steps_that_are_scored_in_turns_have_their_samples_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With older weights, parts of several steps are scored between each other, and validations between them."""
+    keeper, written = SampleKeeper(CONTEXT, resolve(parse_spec(GOOD["spec"]))), Counter[tuple[str, int]]()
+
+    class Log:
+        def write(self, samples: list[int], *, phase: str, step: int) -> None:
+            written[phase, step] += len(samples)
+
+    keeper._log = Log()  # type: ignore[assignment]
+    keeper._number = 3
+    monkeypatch.setattr(kept_samples, "samples_of", lambda batch, scores, decoder, number, extras: [0] * min(2, number))
+    for name, step in [("reward", 7), ("reward", 8), ("testing", 6), ("reward", 7), ("reward", 8), ("reward", 7)]:
+        with within_phase(CurrentPhase(name, "reward", step, deadline=0.0)):
+            keeper.keep(None, None, None)  # type: ignore[arg-type]
+
+    assert written == {("reward", 7): 3, ("reward", 8): 3, ("testing", 6): 2}
 
 
 def test_every_worker_of_a_continuing_role_can_be_renewed() -> None:

@@ -254,7 +254,8 @@ def engine_arguments(draft: Draft) -> None:
     arguments: dict[str, Any] = {}
     for key in [key for key in draft.given if key.startswith(where)]:
         value = draft.take(key)
-        argument, *path = key.removeprefix(where).replace("-", "_").split(".")
+        argument, *path = key.removeprefix(where).split(".")
+        argument = argument.replace("-", "_")
         if value is None:
             continue
         if argument in RESERVED_ENGINE_ARGS:

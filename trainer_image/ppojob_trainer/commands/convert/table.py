@@ -124,6 +124,7 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.quantization", only(None, "vLLM rounds weights to FP8 only: see rollout.quantization")),
     Ignored(f"{_R}.data_parallel_size", "the number of replicas follows from the pool's GPUs"),
     Ignored(f"{_R}.log_prob_*", "micro-batches are filled up to actor.maxTokensPerGPU"),
+    Checked(f"{_R}.engine_kwargs.vllm*", only({}, "give vLLM's arguments in rollout.engineArgs")),
     Ignored(f"{_R}.engine_kwargs*", "these are the arguments of an engine that does not run"),
     Checked(f"{_R}.over_sample_rate", only(0, "as many responses are generated as are used")),
     Checked(f"{_R}.max_model_len", only(None, "it is data.maxPromptLength + data.maxResponseLength")),

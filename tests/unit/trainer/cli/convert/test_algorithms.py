@@ -222,6 +222,13 @@ def test_vllms_arguments_keep_their_names() -> None:
     assert not_carried(conversion) == {}
 
 
+def test_vllms_arguments_that_are_not_given_one_by_one_are_not_lost() -> None:
+    conversion = converted(*GRPO, f"+{ENGINE}.vllm={{kv_cache_dtype: fp8}}")
+
+    found = spec(conversion)["rollout"].get("engineArgs", {})
+    assert found == {"kv_cache_dtype": "fp8"} or "rollout.engineArgs" in str(not_carried(conversion))
+
+
 def test_vllms_arguments_that_have_a_field_are_named() -> None:
     conversion = converted(*GRPO, f"+{ENGINE}.vllm.max_num_seqs=64")
 
