@@ -18,6 +18,8 @@ from ppojob_trainer.controller.phases import Phase
 
 __all__ = ["Schedule", "chain_of", "is_one_update", "is_streamed", "schedule_for", "schedule_of"]
 
+_NO_POOL: Final = "(no pool)"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -112,7 +114,7 @@ def chain_of(phase: str, role: str, schedule: Schedule, pool_of: Mapping[str, st
     if not (schedule.reference if phase == Phase.REF else schedule.values):
         return pool_of["actor"]
     # The reward function uses no GPU, so it is in no pool's chain.
-    return "(no pool)" if phase == Phase.REWARD else pool_of[role]
+    return pool_of.get(role, _NO_POOL) if phase != Phase.REWARD else _NO_POOL
 
 
 def is_streamed(chain: str, schedule: Schedule, pool_of: Mapping[str, str], writing: Collection[str]) -> bool:
