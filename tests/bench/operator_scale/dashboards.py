@@ -34,7 +34,13 @@ class Dashboards:
     def application(self) -> web.Application:
         """Return the server."""
         application = web.Application()
-        application.add_routes([web.get("/api/jobs/", self._listed), web.post("/api/jobs/", self._submit)])
+        application.add_routes(
+            [
+                web.get("/api/jobs/", self._listed),
+                web.post("/api/jobs/", self._submit),
+                web.post("/api/jobs/{id}/stop", self._stop),
+            ]
+        )
         return application
 
     def end(self, submission_id: str, state: str) -> None:
@@ -45,6 +51,11 @@ class Dashboards:
     async def _listed(self, request: web.Request) -> web.Response:
         self.num_looks += 1
         return web.json_response(self.submitted[request.host])
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        """Stop a submission. A new head may have the address of an earlier one, and so its submissions."""
+        self.end(request.match_info["id"], "STOPPED")
+        return web.json_response({"stopped": True})
 
     async def _submit(self, request: web.Request) -> web.Response:
         body = await request.json()
