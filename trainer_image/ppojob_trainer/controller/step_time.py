@@ -4,8 +4,8 @@ Pure; called by `recommendation` and by the benchmark. `ppo`'s docstring draws t
 module with the real controller in virtual time, for all modes. A pool runs one phase at a time; data and the reward
 function run on CPU cores at any time. All responses are assumed to end at the same time, as if of equal length. So the
 result is an upper bound: it leaves out what streaming saves within a step, and what an engine saves others that
-generate at the same time. What a pool takes over from one that has not begun is in it, and with OneStepOff what streams
-while the step before is trained. With weight updates in flight, a push adds its time to the generation that it
+generate at the same time. It includes what a pool takes over from another before that begins, and with OneStepOff what
+streams while the step before is trained. With weight updates in flight, a push adds its time to the generation that it
 interrupts. Validation, checkpoints and the critic's warm-up are left out, and a phase that was not measured takes no
 time.
 """

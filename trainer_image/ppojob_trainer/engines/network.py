@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from ppojob_trainer.engines.errors import RendezvousError
+
+logger = logging.getLogger(__name__)
 
 
 def listen(address: str, timeout_seconds: float) -> TCPStore:
@@ -37,6 +41,39 @@ def connect(address: str, port: int, timeout_seconds: float) -> TCPStore:
         raise RendezvousError(
             f"rank 0 did not answer at {address}:{port} within {timeout_seconds:g} s: {error}"
         ) from error
+
+
+def join_process_group(
+    name: str, store: Store, rank: int, world_size: int, timeout_seconds: float, *, is_cuda: bool, binds: bool = False
+) -> None:
+    """Join the other ranks in torch.distributed's default group: gloo on the CPU; on CUDA NCCL, and gloo for the host.
+
+    Args:
+        name: of this rank, for the error.
+        store: where the ranks meet, see `listen` and `connect`.
+        timeout_seconds: for the ranks to meet and for every collective afterwards.
+        is_cuda: this process computes on the only GPU that it sees, that of its bundle.
+        binds: NCCL connects at once, for a group without subgroups: those would be split from it and have no gloo.
+
+    Raises:
+        RendezvousError: not all ranks joined in time.
+    """
+    if is_cuda:
+        torch.cuda.set_device(0)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=torch.device("cuda", 0) if is_cuda and binds else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"{name} did not connect to the other ranks within {timeout_seconds:g} s: {error}"
+        ) from error
+    logger.info("%s has joined", name)
 
 
 def local_address(towards: str) -> str:

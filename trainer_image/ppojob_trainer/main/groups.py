@@ -26,7 +26,7 @@ from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.main.host_memory import saves_in_background
 from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.connections import Connections, of_ranks, of_weights
-from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers, joins_of
+from ppojob_trainer.worker_groups.custom import HookCall, UserWorkers
 from ppojob_trainer.worker_groups.elastic_nodes import NodesOfPool
 from ppojob_trainer.worker_groups.errors import WorkerGroupError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
@@ -287,8 +287,9 @@ async def make_ready(groups: Groups, spec: PPOJobSpec, phases: Phases) -> Ready:
     finally:
         rollout.cancel()
         rollout.add_done_callback(lambda done: done.cancelled() or done.exception())
-    joins = joins_of(groups.hooks)
-    await asyncio.gather(*(phases.run(Phase.LOAD, worker, 0, join) for worker, join in joins.items()))
+    # One hook of each group.
+    joining = {hook.worker: hook for hook in groups.hooks if hook.joins}
+    await asyncio.gather(*(phases.run(Phase.LOAD, worker, 0, hook.join()) for worker, hook in joining.items()))
     if in_background and 0 < spec.checkpoint.every_steps < total_steps:
         trained = (groups.actor, groups.critic)
         await asyncio.gather(*(role.group.call(EngineWorker.prepare_saves) for role in trained if role is not None))

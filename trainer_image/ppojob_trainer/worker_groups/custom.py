@@ -16,7 +16,7 @@ merged into the batch; the others return metrics or None. Processes that have no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["HookCall", "UserWorkers", "joins_of", "make_user_worker"]
+__all__ = ["HookCall", "UserWorkers", "make_user_worker"]
 
 Method = RemoteMethod[Any, Any, Any, Any, Any]
 
@@ -99,11 +99,6 @@ class UserWorkers:
             HookCall(group, method, hook.after, self)
             for hook, method in zip(self.spec.hooks, self.methods, strict=True)
         ]
-
-
-def joins_of(hooks: Iterable[HookCall]) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return what lets the processes of each `MeshWorker` join their process group, by the name of the worker."""
-    return {hook.worker: hook.join() for hook in {hook.worker: hook for hook in hooks}.values() if hook.joins}
 
 
 def make_user_worker(context: WorkerContext, spec: WorkerSpec, where: str) -> Any:

@@ -72,7 +72,7 @@ class Launcher:
 
         Args:
             make: creates the worker in its process; must be importable there.
-            gpu_fraction: share of the bundle's GPU; 0: it has none of its own, but may see the node's.
+            gpu_fraction: share of the bundle's GPU; with 0, none is reserved, but the process may see the node's.
             environment: environment variables of the processes.
             first_rank: of these processes, if the role has others that were started before.
         """

@@ -20,13 +20,9 @@ critic: a stage is a consecutive part of the ranks, and in it consecutive ranks 
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ppojob_trainer.engines.network import connect, listen
+from ppojob_trainer.engines.network import connect, join_process_group, listen
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -60,22 +56,14 @@ class MeshWorker:
         """Join the process group, then call `joined`.
 
         Args:
-            uses_gpu: the process has a GPU of its own. Others see the GPUs of the node too.
+            uses_gpu: a GPU is reserved for the process. Without one, it sees the node's GPUs.
 
         Raises:
-            RendezvousError: rank 0 does not listen there.
+            RendezvousError: rank 0 does not listen there, or not all ranks joined in time.
         """
         context = self.context
         self._store = self._store or connect(address, port, context.timeout_s)
-        if uses_gpu:
-            # Only the GPU of its bundle is visible to the process.
-            torch.cuda.set_device(0)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if uses_gpu else "gloo",
-            store=self._store,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timedelta(seconds=context.timeout_s),
-        )
+        name = f"{context.role} rank {context.rank}"
+        join_process_group(name, self._store, context.rank, context.world_size, context.timeout_s, is_cuda=uses_gpu)
         self.sizes = stages, context.world_size // (stages * of_layer), of_layer
         self.joined()

@@ -149,7 +149,9 @@ def _manifest(draft: Draft) -> dict[str, Any]:
         *parents, last = target.split(".")
         node = spec
         for part in parents:
-            node = node.setdefault(part, {})
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
         node[last] = value
     return {
         "apiVersion": constants.API_VERSION,

@@ -251,7 +251,6 @@ def length(draft: Draft) -> None:
 def engine_arguments(draft: Draft) -> None:
     """vLLM's own arguments keep their names, apart from those that have a field here, or none by intent."""
     where = "actor_rollout_ref.rollout.engine_kwargs.vllm."
-    arguments: dict[str, Any] = {}
     for key in [key for key in draft.given if key.startswith(where)]:
         value = draft.take(key)
         argument, *path = key.removeprefix(where).split(".")
@@ -260,18 +259,8 @@ def engine_arguments(draft: Draft) -> None:
             continue
         if argument in RESERVED_ENGINE_ARGS:
             draft.unconverted.append((key, value, RESERVED_ENGINE_ARGS[argument]))
-            continue
-        for name in reversed(path):
-            value = {name: value}
-        is_part = path and isinstance(arguments.get(argument), dict)
-        arguments[argument] = _merged(arguments[argument], value) if is_part else value
-    if arguments:
-        draft.values["rollout.engineArgs"] = arguments
-
-
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    both = [name for name in other if isinstance(one.get(name), dict) and isinstance(other[name], dict)]
-    return {**one, **other, **{name: _merged(one[name], other[name]) for name in both}}
+        else:
+            draft.values[".".join(("rollout.engineArgs", argument, *path))] = value
 
 
 def resuming(draft: Draft) -> None:

@@ -6,7 +6,6 @@ engine is created. All waits have a time limit.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
+from ppojob_trainer.engines.network import join_process_group
 from ppojob_trainer.engines.train.dims import CONTEXT, PIPELINE, REPLICATE, SEQUENCE, SHARD, TENSOR, ParallelDims
 from ppojob_trainer.engines.train.expert import ExpertPeers
 from ppojob_trainer.engines.train.pipeline import PipelinePeers
@@ -25,8 +25,6 @@ from ppojob_trainer.engines.train.sequence import Peers, SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
 __all__ = ["ParallelMesh", "create_mesh", "init_process_group"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -158,29 +156,13 @@ def init_process_group(
         RendezvousError: not all ranks joined in time.
     """
     dims.check_host(dims.world_size if num_local is None else num_local)
-    timeout = timedelta(seconds=timeout_seconds)
-    backend = "cpu:gloo,cuda:nccl" if device is Device.CUDA else "gloo"
-    local = torch.device("cuda", 0) if device is Device.CUDA else torch.device("cpu")
-    if device is Device.CUDA:
-        # Only the GPU of its bundle is visible to the process.
-        torch.cuda.set_device(local)
     has_subgroups = dims.fsdp < dims.world_size or dims.slices > 1 or dims.expert > 1
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=dims.world_size,
-            timeout=timeout,
-            # With a device id NCCL connects at once, but other groups would be split from it and have no gloo.
-            device_id=local if device is Device.CUDA and not has_subgroups else None,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise RendezvousError(
-            f"{dims.name(rank)} did not connect to the other ranks within {timeout_seconds:g} s: {error}"
-        ) from error
-    logger.info("%s has joined", dims.name(rank))
-    return create_mesh(local, rank, dims, timeout)
+    is_cuda = device is Device.CUDA
+    join_process_group(
+        dims.name(rank), store, rank, dims.world_size, timeout_seconds, is_cuda=is_cuda, binds=not has_subgroups
+    )
+    local = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    return create_mesh(local, rank, dims, timedelta(seconds=timeout_seconds))
 
 
 def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
