@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -52,14 +51,7 @@ def main() -> None:
     data = (arguments.data or output / "workload").absolute()
     data.mkdir(parents=True, exist_ok=True)
     size = workload.size_of(arguments.shape)
-    # In a separate process, so that its GPU memory is free before the run begins.
-    maker = multiprocessing.get_context("spawn").Process(
-        target=workload.prepare, args=(data, size, arguments.steps + 1), kwargs={"layers": arguments.layers}
-    )
-    maker.start()
-    maker.join()
-    if maker.exitcode:
-        sys.exit("the model could not be made")
+    workload.prepare(data, size, arguments.steps + 1, layers=arguments.layers)
     job = _job(data, size, arguments)
     if arguments.part in ("first", "both"):
         job["spec"]["trainer"]["totalSteps"] = arguments.steps

@@ -2,14 +2,15 @@
 
 A Qwen2 of 0.5B, 1.5B or 7B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
-does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `4B-A0.9B` is a
-Qwen3 mixture of experts, whose experts have the size of those of Qwen3-30B-A3B. Called by `bench_split` and
-`bench_host_memory`.
+does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `30B-A3B` is
+a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, and `4B-A0.9B` a smaller one whose experts are as large.
+Called by `bench_split` and `bench_host_memory`.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import string
 from collections.abc import Mapping
@@ -50,12 +51,25 @@ SHAPES: dict[str, dict[str, int]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "30B-A3B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 """Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
 # A processor takes minutes for them.
-_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B"})
+_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B", "30B-A3B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""
@@ -89,10 +103,19 @@ def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = No
 
     Args:
         layers: decoder layers of the model, where they are not those of the shape.
+
+    Raises:
+        RuntimeError: the model could not be made.
     """
     if (folder / "finished").exists():
         return
-    _write_model(folder / "model", size, SHAPES[size.shape] | ({} if layers is None else {"num_hidden_layers": layers}))
+    shape = SHAPES[size.shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    # In a separate process, so that the GPU's memory is free before a run begins.
+    maker = multiprocessing.get_context("spawn").Process(target=_write_model, args=(folder / "model", size, shape))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        raise RuntimeError(f"the model could not be made in {folder}")
     generator = random.Random(1)
     # With the chat template's own two the prompt has exactly `prompt_tokens`.
     num_letters = size.prompt_tokens - 2
