@@ -34,6 +34,7 @@ from ppojob_trainer.engines.rollout.options import (
     GPU_FREE_FILE,
     GPU_WORKER,
     OWNER,
+    SCHEDULER,
     WORKER_FAILURE,
     Capacity,
     RolloutOptions,
@@ -41,6 +42,7 @@ from ppojob_trainer.engines.rollout.options import (
 )
 from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu
 from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
+from ppojob_trainer.engines.rollout.stop_strings import is_known
 from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
@@ -71,6 +73,8 @@ class RolloutEngine:
         self._num_running = 0
         self._is_asleep = False
         self._has_weights = True
+        self._finds_stops = False
+        """Whether the scheduler looks for stop strings."""
         self._loss: str | None = None
         """Why vLLM's processes cannot be used any more, though they run."""
         # vLLM labels a response with the number of the update that it ended after: the position in this list.
@@ -119,6 +123,7 @@ class RolloutEngine:
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
+        self._finds_stops = arguments.scheduler_cls == SCHEDULER and is_known(self._llm.renderer.tokenizer)
         await self._workers("ppojob_end_with", os.getpid())
         if self.options.device is Device.CUDA:
             await self._workers("ppojob_use_trainers_kernel")
@@ -278,7 +283,9 @@ class RolloutEngine:
         final = None
         try:
             async for output in self._running().generate(
-                {"prompt_token_ids": prompt}, sampling_parameters(sampling, seed), request_id
+                {"prompt_token_ids": prompt},
+                sampling_parameters(sampling, seed, finds_stops=self._finds_stops),
+                request_id,
             ):
                 final = output
         except EngineDeadError as error:

@@ -11,24 +11,31 @@ from vllm.sampling_params import RequestOutputKind
 
 from ppojob_trainer.engines.errors import RolloutError
 from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Drafts, SamplingOptions
+from ppojob_trainer.engines.rollout.stop_strings import STOP_STRINGS
 
 
-def sampling_parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """Return vLLM's sampling parameters for one response."""
+def sampling_parameters(sampling: SamplingOptions, seed: int, *, finds_stops: bool) -> SamplingParams:
+    """Return vLLM's sampling parameters for one response.
+
+    Args:
+        finds_stops: the scheduler looks for stop strings, and not vLLM's front end.
+    """
+    by_vllm = bool(sampling.stop) and not finds_stops
     return SamplingParams(
         n=1,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        stop=list(sampling.stop) or None,
+        stop=list(sampling.stop) if by_vllm else None,
         ignore_eos=sampling.ignore_eos,
         # A greedy request samples nothing; a random generator for it would only cost time.
         seed=None if sampling.temperature == 0 else seed,
         logprobs=0 if sampling.log_probs else None,
         flat_logprobs=sampling.log_probs,
-        detokenize=bool(sampling.stop),
+        detokenize=by_vllm,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={STOP_STRINGS: list(sampling.stop)} if sampling.stop and finds_stops else None,
     )
 
 

@@ -4,7 +4,8 @@ vLLM's scheduler treats every sequence alike in every step: it may be a new one,
 to verify. With a few hundred sequences and a small model, this takes longer than the GPU needs for the step. And each
 token becomes a message to the engine's owner, which here waits for the whole response. So
 
-* responses are kept until they are complete, and then sent as one message (`Response`);
+* responses are kept until they are complete, and then sent as one message (`Response`); strings that end one are found
+  here and not in its text (`stop_strings`);
 * a step in which each running sequence gets one more token is scheduled by `_schedule_decoding`, and its tokens are
   recorded by `_record`. All other steps are vLLM's own, also those that check drafts. When few sequences are left,
   `DraftingChoice` says whether the steps have drafts (`rollout.speculative`);
@@ -23,17 +24,19 @@ from typing import Any, Final
 import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ppojob_trainer.engines.rollout.drafting import DraftingChoice
 from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS
-from ppojob_trainer.engines.rollout.response import Response, ends
+from ppojob_trainer.engines.rollout.response import Response, columns_of, end_by_string, ends
+from ppojob_trainer.engines.rollout.stop_strings import STOP_STRINGS, StopStrings, token_texts
 from ppojob_trainer.engines.rollout.weight_changes import forget_blocks
 
 SUPPORTED: Final = ("0.32.",)
@@ -65,6 +68,8 @@ class ResponseScheduler(AsyncScheduler):
         self._decoding: dict[int, _Decoding] = {}
         self._num_preemptions = 0
         self._num_unusual = 0
+        self._texts: list[bytes] = []
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         settings = self.vllm_config.additional_config
         if isinstance(settings, dict) and settings.get(RECORDS_EXPERTS):
             self.aux_output_connector = AuxOutputSchedulerConnector()
@@ -120,7 +125,16 @@ class ResponseScheduler(AsyncScheduler):
             sampling.eos_token_id,
             frozenset(sampling.stop_token_ids or _NEVER),
             sampling.num_logprobs is not None,
+            self._strings_of(sampling.extra_args or {}),
         )
+
+    def _strings_of(self, extra_args: dict[str, Any]) -> StopStrings | None:
+        """Return the stop strings that a request wants this scheduler to look for."""
+        stops = tuple(extra_args.get(STOP_STRINGS, ()))
+        if stops and stops not in self._stop_strings:
+            self._texts = self._texts or token_texts(cached_tokenizer_from_config(self.vllm_config.model_config))
+            self._stop_strings[stops] = StopStrings(stops, self._texts)
+        return self._stop_strings.get(stops)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See vLLM."""
@@ -243,6 +257,19 @@ class ResponseScheduler(AsyncScheduler):
             if found.outputs or found.finished_requests or found.scheduler_stats is not None
         }
 
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """See vLLM; it looks for no strings."""
+        response = self._responses.get(request.request_id)
+        string = None if response is None else end_by_string(response, new_token_ids)
+        number = len(new_token_ids)
+        tokens, is_complete = super()._update_request_with_output(request, new_token_ids, is_stale=is_stale)
+        if string is None or len(tokens) < number or request.status is RequestStatus.FINISHED_STOPPED:
+            return tokens, is_complete
+        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, string
+        return tokens, True
+
     def _observe(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
         """Let the time of a step decide about drafts."""
         if self._drafting is None:
@@ -294,7 +321,7 @@ class ResponseScheduler(AsyncScheduler):
         """Append one token to each response; return those that are complete."""
         outputs: dict[int, EngineCoreOutputs] = {}
         tokens, index = found.sampled_token_ids, found.req_id_to_index
-        log_probs, ranks = _columns(found.logprobs)
+        log_probs, ranks = columns_of(found.logprobs)
         ended = set()
         for response in responses:
             request = response.request
@@ -371,10 +398,3 @@ class ResponseScheduler(AsyncScheduler):
             self._num_unusual -= not response.is_plain
             self._ended[request.request_id] = response
         return super()._free_request(request, *args, **kwargs)
-
-
-def _columns(found: LogprobsLists | None) -> tuple[list[float], list[int]]:
-    """Return the log-prob and the rank of each row's token."""
-    if found is None:
-        return [], []
-    return found.logprobs[:, 0].tolist(), found.sampled_token_ranks.tolist()
