@@ -46,6 +46,7 @@ _COLLECTIONS = {
 }
 
 _APPLY = {"fieldManager": constants.FIELD_MANAGER_OPERATOR, "force": "true"}
+_DRY_RUN = {"dryRun": "All"}
 _MAX_MESSAGE = 1000
 _MAX_RACES = 5
 _CONTROLLER = f"{constants.GROUP}/operator"
@@ -135,14 +136,19 @@ class Cluster:
             raise ApiUnavailable(f"{kind} {metadata['name']} changed while it was being written")
 
     async def dry_run(self, cluster: Manifest) -> str:
-        """Apply a RayCluster and its pods as a dry run; return why the API server or a webhook rejects one, or "".
+        """Try a RayCluster and its pods without storing them; return why the API server rejects one, or "".
 
         Raises:
             ApiUnavailable: it did not answer.
         """
         for trial in trials(cluster):
             try:
-                (await self._patch(trial.manifest, {**_APPLY, "dryRun": "All"})).expect(200, 201)
+                if trial.template:
+                    namespace = trial.manifest["metadata"]["namespace"]
+                    answer = await self._api.call("POST", _PODS, namespace, body=trial.manifest, query=_DRY_RUN)
+                else:
+                    answer = await self._patch(trial.manifest, {**_APPLY, **_DRY_RUN})
+                answer.expect(200, 201)
             except (ApiRefused, ApiFailed) as error:
                 if words := trial.refusal(str(error)):
                     return words

@@ -1,32 +1,33 @@
 """What is tried on the API server before a running trainer is stopped for another RayCluster.
 
 The RayCluster itself shows what its CRD and webhooks refuse. The CRD checks pod templates by types alone: KubeRay
-creates the pods, and only then the API server says that a volume's name is used twice. The template of a batch/v1 Job
-is validated like a pod when the Job is created, so each pod template is also tried as one. The operator has the right
-to create Jobs, because of `fetch_job.py`; it needs none to create pods.
+creates the pods, and only then the API server says that a volume's name is used twice, or that the namespace allows no
+such pod. So each pod template is also tried as a pod, which needs the right to create pods. That is no more than the
+right to create RayClusters, whose pods may be any.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Any
 
-from ppojob_api.v1alpha1 import constants
 from ppojob_operator.plan import Manifest
 
-_NOT_A_REFUSAL = ("exceeded quota", "does not support dry run")
-"""The stopped RayCluster frees its quota; and a webhook that knows no dry run may accept the object itself."""
-_OF_A_FIELD = (" is invalid: ", "Kind=Job): .")
-"""Before the field in a message of the API server's validation, and of server-side apply."""
-_OF_JOBS = ("controller-uid", "job-name", "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name")
-"""Labels of a pod template for which a Job wants its own values; a RayCluster's pods may have any."""
+_NOT_A_REFUSAL = ("exceeded quota", "does not support dry run", "cannot create resource")
+"""The stopped RayCluster frees its quota; a webhook that knows no dry run may accept the object itself; and the
+operator may run before its Role is upgraded."""
+_BEFORE_REASON = re.compile(
+    r'^.*?(?:Pod "[^"]*" is invalid: |pods "[^"]*" is forbidden: |cannot be handled as a Pod: )'
+)
+"""Name of a pod that does not exist, and what else comes before the reason in a message of the API server."""
+_FIELD = re.compile(r"(?<![\w.])(?=(?:spec|metadata)\.)")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One object to apply as a dry run."""
+    """One object: a RayCluster to apply as a dry run, or a pod to create as one."""
 
     manifest: Manifest
     template: str = ""
-    """Path of the pod template in the PPOJob. Empty: the object is the RayCluster."""
+    """Path of the pod's template in the PPOJob. Empty: the object is the RayCluster."""
 
     def refusal(self, words: str) -> str:
         """Return the API server's message for the PPOJob's owner; empty: it says nothing about a later request."""
@@ -34,33 +35,19 @@ class Trial:
             return ""
         if not self.template:
             return words
-        # Only what the API server says of the pod itself: policies and webhooks for Jobs say nothing about pods. And
-        # without the name of a Job that does not exist.
-        said = next((said for sign in _OF_A_FIELD if (said := words.partition(sign)[2])), "")
-        return said.replace("spec.template", self.template) if "spec.template" in said else ""
+        reason = _BEFORE_REASON.sub("", words)
+        found = _FIELD.sub(f"{self.template}.", reason)
+        return found if found != reason else f"{self.template}: {reason}"
 
 
 def trials(cluster: Manifest) -> tuple[Trial, ...]:
-    """Return what to try for a RayCluster: itself, and the pod templates of its head and of each pool."""
+    """Return what to try for a RayCluster: itself, and a pod of its head and of each pool."""
     head, groups = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
-    pools = (Trial(_job(cluster, group), f"spec.pools[{index}].podTemplate") for index, group in enumerate(groups))
-    return (Trial(cluster), Trial(_job(cluster, head), "spec.head.podTemplate"), *pools)
+    pools = (Trial(_pod(cluster, group), f"spec.pools[{index}].podTemplate") for index, group in enumerate(groups))
+    return (Trial(cluster), Trial(_pod(cluster, head), "spec.head.podTemplate"), *pools)
 
 
-def _job(cluster: Manifest, group: Manifest) -> dict[str, Any]:
-    """Return a Job that is never run, without the labels by which Kueue and other schedulers queue a RayCluster."""
-    found = cluster["metadata"]
-    labels = {name: found["labels"][name] for name in (constants.LABEL_JOB, constants.LABEL_MANAGED_BY)}
-    metadata = {name: found[name] for name in ("name", "namespace", "ownerReferences")}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {**metadata, "labels": labels},
-        "spec": {"suspend": True, "template": _without_labels_of_jobs(group["template"])},
-    }
-
-
-def _without_labels_of_jobs(template: Manifest) -> Manifest:
-    metadata = template["metadata"]
-    labels = {name: value for name, value in metadata.get("labels", {}).items() if name not in _OF_JOBS}
-    return {**template, "metadata": {**metadata, "labels": labels}}
+def _pod(cluster: Manifest, group: Manifest) -> Manifest:
+    template, found = group["template"], cluster["metadata"]
+    metadata = {**template["metadata"], "namespace": found["namespace"], "generateName": f"{found['name']}-"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}

@@ -1,6 +1,6 @@
-"""Generates with real vLLM engines until a string, which the trainer's or vLLM's scheduler leaves to others; prints JSON.
+"""Generates with real vLLM engines until a stop string; prints what was seen as JSON. See test_stop_strings.py.
 
-Runs as a process with the argument MODEL. See test_stop_strings.py.
+`generated` runs it with the argument MODEL.
 """
 
 from __future__ import annotations

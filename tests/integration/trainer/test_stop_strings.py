@@ -1,4 +1,4 @@
-"""A string ends the same response whether the trainer's scheduler looks for it or vLLM's front end: real vLLM engines."""
+"""A string ends the same response whether the trainer's scheduler or vLLM's front end looks for it, in real engines."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ppojob_trainer.engines.rollout.stop_strings import StopStrings, is_known, t
 
 TEXTS = [
     "Therefore the answer is <answer>42</answer>.\n\nThus, the the end.",
-    "Größe, naïve façade – “quotes” … 答案是四十二。 Ответ 🙂 is 17</answer>\n",
+    "Größe, naïve façade — “quotes” … 答案是四十二。 Ответ 🙂 is 17</answer>\n",
     "if (a > b) { return a; }\n\n\nelse { return b; }",
 ]
 STOPS = [

@@ -19,10 +19,10 @@ class Response:
     """What a request has generated and what ends it.
 
     limit: tokens of prompt and response at which it is complete. is_whole: its response is sent as one message.
-    is_plain: nothing but a token, a string or a limit ends it. strings: those that the scheduler looks for. log_probs, ranks: of each token, if the request asks for them.
-    prefill: vLLM's statistics, which it sends with the first token. tokens_at_updates: tokens that it had when the
-    weights changed, each time. experts: of the tokens computed so far, if the engine records them, [tokens, layers,
-    experts of a token] each.
+    is_plain: nothing but a token, a string or a limit ends it. strings: those that the scheduler looks for.
+    log_probs, ranks: of each token, if the request asks for them. prefill: vLLM's statistics, which it sends with the
+    first token. tokens_at_updates: tokens that it had when the weights changed, each time. experts: of the tokens
+    computed so far, if the engine records them, [tokens, layers, experts of a token] each.
     """
 
     request: Request

@@ -1,8 +1,8 @@
 """Log-probs of the sampled tokens in vLLM's worker, by the kernel that gives the trainer its own log-probs.
 
-The kernel of vLLM 0.32 reads a row of logits in 150 blocks of 1,024, twice, and waits for the sum over each block before
-it begins the next. A decoding step has few rows, so these waits are not hidden by other rows. `maths.softmax_cuda` reads
-the same row once, in 19 larger blocks. Called by `WeightReceiverExtension`.
+The kernel of vLLM 0.32 reads a row of logits in 150 blocks of 1,024, twice, and waits for the sum over each block
+before it begins the next. A decoding step has few rows, so these waits are not hidden by other rows.
+`maths.softmax_cuda` reads the same row once, in 19 larger blocks. Called by `WeightReceiverExtension`.
 """
 
 from __future__ import annotations

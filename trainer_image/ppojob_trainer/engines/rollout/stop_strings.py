@@ -1,7 +1,7 @@
 """Strings that end a response, found from token ids, so that no text has to be made while a response grows.
 
-vLLM looks for stop strings in the text, which its front end makes token by token; so each token of each response becomes
-a message of the scheduler. Here `ResponseScheduler` looks for them itself, as cheaply as for a stop token:
+vLLM looks for stop strings in the text, which its front end makes token by token; so each token of each response
+becomes a message of the scheduler. Here `ResponseScheduler` looks for them itself, as cheaply as for a stop token:
 
 * the text of a token is fixed, so only few tokens can complete a string: those that contain it, and those that begin
   with an end of it. For "</a>" they are "</a>...", "/a>...", "a>...", ">...";
