@@ -1,11 +1,12 @@
 """Compares ways to divide a policy over two GPUs, in updates alone, in one run; prints ratios to the first.
 
     python -m tests.bench.bench_parallel --output DIR [--shape 1.5B] [--layouts data-2,tensor-2,pipeline-2]
-        [--micro-batches 16] [--device CUDA] [--profile]
+        [--micro-batches 16] [--device CUDA] [--adapters] [--profile]
 
 Without Ray and vLLM: two processes with a GPU each (`parallel_updates` has the layouts' names). All layouts update the
-same weights with the same sequences. Rows whose first gradient norms differ by more than 2 % are not the same work; the
-program says so and ends with 1.
+same weights with the same sequences. For a mixture of experts take `--layouts data-2,experts-2`, and for a large one
+--adapters, which trains LoRA on the attention alone. Rows whose first gradient norms differ by more than 2 % are not the
+same work; the program says so and ends with 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def main() -> None:
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, workload.size_of(arguments.shape), 1)
     stores = {name: listen("127.0.0.1", _LIMIT_S) for name in arguments.layouts}
-    work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates, int(arguments.profile)]
+    work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates]
+    work += [int(arguments.profile), int(arguments.adapters)]
     ports = [f"{name}:{store.port}" for name, store in stores.items()]
     seen = output / "rank-0.json"
     seen.unlink(missing_ok=True)
@@ -99,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
     parser.add_argument("--micro-batches", type=int, default=16, help="of a pipeline; data parallel ranks have half")
     parser.add_argument("--updates", type=int, default=3, help="after two updates that do not count")
+    parser.add_argument("--adapters", action="store_true", help="train LoRA on the attention, and nothing else")
     parser.add_argument(
         "--profile", action="store_true", help="of one more update of each layout, into OUTPUT/profile-LAYOUT-RANK.txt"
     )

@@ -1,8 +1,8 @@
 """One of two processes that update a policy in several layouts and write their times as JSON.
 
-`python -m tests.bench.parallel_updates RANK DEVICE MODEL OUT ROWS TOKENS MICRO_BATCHES UPDATES PROFILE NAME:PORT...`.
-PROFILE 1: one more update of each layout runs under torch's profiler. Started by `bench_parallel`;
-CUDA_VISIBLE_DEVICES names the GPU.
+`python -m tests.bench.parallel_updates RANK DEVICE MODEL OUT ROWS TOKENS MICRO_BATCHES UPDATES PROFILE ADAPTERS
+NAME:PORT...`. PROFILE 1: one more update of each layout runs under torch's profiler. ADAPTERS 1: LoRA on the attention
+is trained, and nothing else. Started by `bench_parallel`; CUDA_VISIBLE_DEVICES names the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import profiler
 from torch.profiler import ProfilerActivity
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.dims import ParallelDims
@@ -35,6 +35,7 @@ LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
     "pipeline-2": (ParallelDims(pipeline=2), True),
     "pipeline-2-interleaved": (ParallelDims(pipeline=2, virtual=2), True),
     "sequence-2": (ParallelDims(sequence=2), True),
+    "experts-2": (ParallelDims(shard=2, expert=2), True),
     "data-2-eager": (ParallelDims(shard=2), False),
     "tensor-2-eager": (ParallelDims(tensor=2), False),
     "pipeline-2-eager": (ParallelDims(pipeline=2), False),
@@ -43,6 +44,7 @@ LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
 """The sizes of each layout, and whether the layers are compiled."""
 # A quarter of each sequence is prompt.
 _PROMPT_SHARE, _WARM_UP = 4, 2
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def measure(
@@ -53,6 +55,7 @@ def measure(
     updates: int,
     *,
     is_compiled: bool,
+    has_adapters: bool = False,
     profile: Path | None = None,
 ) -> dict[str, Any]:
     """Return seconds of each update after two, the peak of this GPU's memory in GB, MFU and the first gradient norm.
@@ -63,7 +66,11 @@ def measure(
     has_gpu = parallel.device.type == "cuda"
     engine = policy_engine(
         parallel,
-        ActorModel(path=str(model), compile=is_compiled and has_gpu),
+        ActorModel(
+            path=str(model),
+            compile=is_compiled and has_gpu,
+            lora=LoRA(rank=16, target_modules=list(_ATTENTION)) if has_adapters else None,
+        ),
         ActorSpec(learning_rate=1e-6, max_tokens_per_gpu=max_tokens),
         AlgorithmSpec(),
         total_steps=1000,
@@ -99,9 +106,9 @@ def _profile_of(work: Callable[[], object], *, has_gpu: bool) -> str:
 def main() -> None:
     """Measure this rank's part of every layout."""
     rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-    rows, tokens, micro_batches, updates, is_profiled = map(int, sys.argv[5:10])
+    rows, tokens, micro_batches, updates, is_profiled, has_adapters = map(int, sys.argv[5:11])
     found: dict[str, Any] = {}
-    for argument in sys.argv[10:]:
+    for argument in sys.argv[11:]:
         name, port = argument.split(":")
         dims, is_compiled = LAYOUTS[name]
         prompt = tokens // _PROMPT_SHARE
@@ -119,6 +126,7 @@ def main() -> None:
             max_tokens=max_tokens,
             updates=updates,
             is_compiled=is_compiled,
+            has_adapters=bool(has_adapters),
             profile=out / f"profile-{name}-{rank}.txt" if is_profiled else None,
         )
         found[name] = in_layout(device, rank, dims, int(port), work, limit_s=300)
