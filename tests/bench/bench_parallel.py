@@ -5,8 +5,8 @@
 
 Without Ray and vLLM: two processes with a GPU each (`parallel_updates` has the layouts' names). All layouts update the
 same weights with the same sequences. For a mixture of experts take `--layouts data-2,experts-2`, and for a large one
---adapters, which trains LoRA on the attention alone. Rows whose first gradient norms differ by more than 2 % are not the
-same work; the program says so and ends with 1.
+--adapters, which trains LoRA on the attention alone. Rows whose first gradient norms differ by more than 2 % are not
+the same work; the program says so and ends with 1.
 """
 
 from __future__ import annotations
