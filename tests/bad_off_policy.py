@@ -121,6 +121,13 @@ BAD_OFF_POLICY = (
         shows="False",
     ),
     BadSpec(
+        "the engine's log-probs in place of the trainer's, and there are none",
+        {_spec("algorithm", "rolloutCorrection"): {"method": "Bypass"}, _spec("rollout", "logProbs"): False},
+        "spec.rollout.logProbs",
+        "set it to true, or remove the correction",
+        shows="False",
+    ),
+    BadSpec(
         "a lower bound that nothing reads",
         {_spec("algorithm", "rolloutCorrection"): {"lower": 0.5}},
         "spec.algorithm.rolloutCorrection.lower",

@@ -132,24 +132,27 @@ class CorrectionLevel(StrEnum):
 
 
 class CorrectionMethod(StrEnum):
-    """What happens to weights out of bounds."""
+    """How the difference between engine and trainer is corrected."""
 
     TRUNCATE = "Truncate"
     MASK = "Mask"
+    BYPASS = "Bypass"
     NONE = "None"
 
 
 DEFAULT_LOWER = 0.5
+_WITHOUT_WEIGHTS = (CorrectionMethod.BYPASS, CorrectionMethod.NONE)
 
 
 class RolloutCorrection(ApiModel):
-    """Importance weights of responses whose probabilities differ between engine and trainer. They multiply the
-    advantages in the policy loss."""
+    """Correction of responses whose probabilities differ between engine and trainer: importance weights, which multiply
+    the advantages in the policy loss, or the loss's own ratio."""
 
     method: CorrectionMethod = CorrectionMethod.TRUNCATE
     """Truncate: weights above `upper` become `upper` (truncated importance sampling). Mask: weights outside of `lower`
-    and `upper` become 0, so these tokens or responses are not trained on (masked importance sampling). None: no
-    correction."""
+    and `upper` become 0, so these tokens or responses are not trained on (masked importance sampling). Bypass: the
+    ratio of the policy loss is that to the engine's log-probs. The trainer then computes no old log-probs, which saves
+    a forward pass, and training/rollout_probs_diff_* are not known. None: no correction."""
     level: CorrectionLevel = CorrectionLevel.TOKEN
     """Token: a weight for each token; biased, low variance. Sequence: the product over the response; high variance for
     long responses."""
@@ -194,9 +197,14 @@ class AlgorithmSpec(ApiModel):
 
     @property
     def correction(self) -> RolloutCorrection | None:
-        """The correction, or None if there is none."""
+        """The importance weights, or None if there are none."""
         given = self.rollout_correction
-        return None if given is None or given.method is CorrectionMethod.NONE else given
+        return None if given is None or given.method in _WITHOUT_WEIGHTS else given
+
+    @property
+    def bypasses_old_log_probs(self) -> bool:
+        """Whether the engine's log-probs take the place of those that the trainer computes before an update."""
+        return self.rollout_correction is not None and self.rollout_correction.method is CorrectionMethod.BYPASS
 
     @property
     def needs_critic(self) -> bool:

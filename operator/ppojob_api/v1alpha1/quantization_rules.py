@@ -52,7 +52,8 @@ def _gpus_have_the_format(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _rounded_weights_are_corrected(spec: PPOJobSpec) -> Iterator[Problem]:
     format_ = spec.rollout.quantization
-    if format_ is not None and spec.algorithm.correction is None:
+    algorithm = spec.algorithm
+    if format_ is not None and algorithm.correction is None and not algorithm.bypasses_old_log_probs:
         remedy = (
             "the engine samples from slightly different probabilities than the trainer computes: add "
             "algorithm.rolloutCorrection with a method other than None, for example {method: Truncate}, or remove "

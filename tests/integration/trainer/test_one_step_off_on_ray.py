@@ -84,6 +84,31 @@ def test_the_reward_rises_and_every_response_is_one_step_old(model: Path, tmp_pa
     assert not any(is_beside(trace, "gen", step + 1, "update_weights", step) for step in steps)
 
 
+def test_with_a_bypass_the_ratio_is_that_to_the_engine(model: Path, tmp_path: Path) -> None:
+    raw = off(
+        model,
+        1,
+        algorithm={"advantageEstimator": "GRPO", "rolloutCorrection": {"method": "Bypass"}},
+        rollout={"samplesPerPrompt": 2},
+        # The policy stays the same, so that the ratio shows only what engine and trainer compute.
+        actor={"learningRate": 1e-12, "miniBatchSize": 4},
+        trainer={"totalSteps": 3, "validateEverySteps": 0},
+        checkpoint={"everySteps": 0, "export": "Never"},
+    )
+
+    records = finish(tmp_path, raw).records
+
+    for step in (1, 2, 3):
+        record = records[step]
+        assert "timing_s/old_log_prob" not in record
+        assert "training/rollout_probs_diff_mean" not in record
+        # The model has contrast: log-probs of other tokens would differ by more than 1 on average.
+        assert abs(record["actor/ppo_kl"]) < 0.01
+        assert record["actor/pg_clipfrac"] == 0
+        assert record["actor/grad_norm"] > 0
+    assert not any(span.name == "old_log_prob" for span in read_trace(tmp_path / "trace.json"))
+
+
 def is_beside(trace: list[Span], one: str, step: int, other: str, step_of_other: int) -> bool:
     """Whether two phases ran at the same time."""
     [mine], [theirs] = (

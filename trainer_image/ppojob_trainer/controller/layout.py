@@ -54,6 +54,7 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         schedule=schedule_for(spec),
         hooks=hooks,
         is_one_update=is_one_update(spec),
+        is_bypassed=spec.algorithm.bypasses_old_log_probs,
         shared=spec.placement.shared_pools,
         engines_sleep=any(map(spec.engines_sleep_in, spec.placement.rollout_pools)),
     )

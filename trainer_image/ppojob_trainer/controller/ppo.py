@@ -26,6 +26,7 @@
 * With dynamic sampling, responses are scored while others are generated, and further prompts are requested, until the
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
+  So it is if the engine's log-probs take its place (`algorithm.rolloutCorrection.method: Bypass`).
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
   updated in flight. reward N+1 (ref too, if its pool neither trains nor generates) runs while step N is trained.
   old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
@@ -52,7 +53,7 @@ from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Prompts, Rollout
 from ppojob_trainer.controller.queue import Generated, GenerationQueue
-from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed
+from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed, leaves_out_old_log_prob
 
 if TYPE_CHECKING:
     # `maths` imports torch, which the controller does not need.
@@ -70,13 +71,14 @@ class PPOSettings:
 
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
     steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
-    reads old_log_probs, so the ratio is 1. sampling: None: no dynamic sampling.
+    reads old_log_probs, so the ratio is 1. is_bypassed: they are the engine's. sampling: None: no dynamic sampling.
     """
 
     pool_of: Mapping[str, str]
     max_response_length: int
     critic_warmup_steps: int = 0
     is_one_update: bool = False
+    is_bypassed: bool = False
     sampling: SamplingSettings | None = None
 
 
@@ -377,7 +379,10 @@ class PPO(Generic[B]):
         found: dict[str, ForwardPhase[B]] = {}
         if ports.reward.function is not None:
             phase(Phase.REWARD, "reward", ports.reward.function.compute_scores, ports.reward.function.metrics)
-        if not (self._schedule.old_log_prob and self._settings.is_one_update):
+        of_job = self._settings
+        if not leaves_out_old_log_prob(
+            self._schedule, is_one_update=of_job.is_one_update, is_bypassed=of_job.is_bypassed
+        ):
             phase(Phase.OLD_LOG_PROB, "actor", ports.actor.compute_log_prob, ports.actor.log_prob_metrics)
         if ports.critic is not None:
             phase(Phase.VALUES, "critic", ports.critic.compute_values, ready=self.critic_metrics)

@@ -16,7 +16,15 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ScheduleMode
 from ppojob_trainer.controller.phases import Phase
 
-__all__ = ["Schedule", "chain_of", "is_one_update", "is_streamed", "schedule_for", "schedule_of"]
+__all__ = [
+    "Schedule",
+    "chain_of",
+    "is_one_update",
+    "is_streamed",
+    "leaves_out_old_log_prob",
+    "schedule_for",
+    "schedule_of",
+]
 
 _NO_POOL: Final = "(no pool)"
 
@@ -130,6 +138,16 @@ def is_streamed(chain: str, schedule: Schedule, pool_of: Mapping[str, str], writ
     if schedule.max_staleness and chain in (pool_of["actor"], pool_of.get("critic")):
         return False
     return schedule.streaming and (chain not in writing or len(writing) > 1)
+
+
+def leaves_out_old_log_prob(schedule: Schedule, *, is_one_update: bool, is_bypassed: bool) -> bool:
+    """Return whether steps have no phase old_log_prob.
+
+    Args:
+        is_one_update: see the function of this name.
+        is_bypassed: the engine's log-probs take the place of old_log_probs (`algorithm.rolloutCorrection`).
+    """
+    return is_bypassed or (schedule.old_log_prob and is_one_update)
 
 
 def is_one_update(spec: PPOJobSpec) -> bool:

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.phases import Phase
-from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed
+from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed, leaves_out_old_log_prob
 
 __all__ = ["Layout", "StepTime", "is_of_step", "role_of", "step_time"]
 
@@ -49,7 +49,7 @@ class Layout:
     """Where the phases of a job run, and which of them run at the same time.
 
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
-    hooks: the user-defined workers that are called at a point, in order. is_one_update: see `schedule`. shared: pools
+    hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`. shared: pools
     that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those pools too.
     """
 
@@ -58,6 +58,7 @@ class Layout:
     schedule: Schedule
     hooks: Mapping[HookPoint, Sequence[str]] = field(default_factory=dict)
     is_one_update: bool = False
+    is_bypassed: bool = False
     shared: Sequence[str] = ()
     engines_sleep: bool = False
 
@@ -120,7 +121,9 @@ class _Simulation:
     """Simulates steps; every method returns its end time, in seconds from the start of the simulation."""
 
     def __init__(self, seconds: Mapping[str, float], layout: Layout) -> None:
-        skipped = layout.schedule.old_log_prob and layout.is_one_update
+        skipped = leaves_out_old_log_prob(
+            layout.schedule, is_one_update=layout.is_one_update, is_bypassed=layout.is_bypassed
+        )
         self.seconds = {name: s for name, s in seconds.items() if not (skipped and name == Phase.OLD_LOG_PROB)}
         self._layout = layout
         self._free: dict[str, float] = {}

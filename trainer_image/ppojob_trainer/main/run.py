@@ -238,6 +238,7 @@ class _Attempt:
             spec.data.max_response_length,
             spec.critic.warmup_steps,
             is_one_update=is_one_update(spec),
+            is_bypassed=spec.algorithm.bypasses_old_log_probs,
             sampling=sampling_of(spec),
         )
         ppo = PPO(ports, schedule, phases, settings, kl)

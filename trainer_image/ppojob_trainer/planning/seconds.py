@@ -105,7 +105,10 @@ def _computed(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str, s
     """Return the role whose model each phase computes; if the actor is its own reference, the actor's."""
     sources = {phase: "actor" if role == "ref" and role not in roles else role for phase, role in _COMPUTED.items()}
     pool_of = layout_of(spec).pool_of
-    return {phase: role for phase, role in sources.items() if _COMPUTED[phase] in pool_of and role in roles}
+    found = {phase: role for phase, role in sources.items() if _COMPUTED[phase] in pool_of and role in roles}
+    if spec.algorithm.bypasses_old_log_probs:
+        del found[Phase.OLD_LOG_PROB]
+    return found
 
 
 def idle_shares(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str, float]:

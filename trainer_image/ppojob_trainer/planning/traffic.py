@@ -77,7 +77,8 @@ def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     """Return what all ranks fetch of the batch, and what is stored."""
     algorithm = spec.algorithm
     phases: list[tuple[Any, frozenset[str]]] = []
-    phases.append((ActorWorker.compute_log_prob, frozenset()))
+    if not algorithm.bypasses_old_log_probs:
+        phases.append((ActorWorker.compute_log_prob, frozenset()))
     phases.append((ActorWorker.update_actor, unread_by_update(algorithm)))
     if "critic" in roles:
         phases += [(CriticWorker.compute_values, frozenset()), (CriticWorker.update_critic, frozenset())]
@@ -86,6 +87,7 @@ def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     has = {*_BEFORE_UPDATES, Keys.ADVANTAGES, Keys.RETURNS}
     has -= set() if "critic" in roles else {Keys.VALUES}
     has -= set() if spec.placement.ref is not None else {Keys.REF_LOG_PROB}
+    has -= {Keys.ROLLOUT_LOG_PROBS} if algorithm.bypasses_old_log_probs else set()
     has |= {Keys.ROUTED_EXPERTS} if spec.rollout.routing_replay else set()
     fetched = [name for method, unread in phases for name in has & (method.reads or has) - unread]
     stored = [*has, Keys.PROMPT_IDS]

@@ -45,7 +45,9 @@ FIELDS: Final[dict[str, Field]] = {
         "for each token of the sequence but the last, and each of its layers, the experts that the engine chose",
         wider=torch.int16,
     ),
-    Keys.OLD_LOG_PROBS: Field(_RESPONSE, _FLOAT, "log-prob under the policy before the update, by the trainer"),
+    Keys.OLD_LOG_PROBS: Field(
+        _RESPONSE, _FLOAT, "log-prob under the policy before the update, by the trainer or the engine"
+    ),
     Keys.REF_LOG_PROB: Field(_RESPONSE, _FLOAT, "log-prob under the reference policy"),
     Keys.ENTROPYS: Field(_RESPONSE, _FLOAT, "entropy of the policy's distribution for each token, in nats"),
     Keys.VALUES: Field(_RESPONSE, _FLOAT, "value of the state in which the token was chosen (before it)"),

@@ -278,19 +278,21 @@ async def test_without_next_generation_only_the_weights_go_ahead_of_the_critic(m
 
 
 @pytest.mark.parametrize(
-    ("mode", "without", "is_one_update", "is_computed"),
+    ("mode", "without", "settings", "is_computed"),
     [
-        (OVERLAPPED, [], True, False),
-        (OVERLAPPED, [Overlap.OLD_LOG_PROB], True, True),
-        (OVERLAPPED, [], False, True),
-        (PARALLEL, [], True, True),
-        (SERIAL, [], True, True),
+        (OVERLAPPED, [], {"is_one_update": True}, False),
+        (OVERLAPPED, [Overlap.OLD_LOG_PROB], {"is_one_update": True}, True),
+        (OVERLAPPED, [], {}, True),
+        (PARALLEL, [], {"is_one_update": True}, True),
+        (SERIAL, [], {"is_one_update": True}, True),
+        (OVERLAPPED, [Overlap.OLD_LOG_PROB], {"is_bypassed": True}, False),
+        (SERIAL, [], {"is_bypassed": True}, False),
     ],
 )
-async def test_old_log_prob_is_left_out_of_overlapped_where_the_ratio_is_one(
-    make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], is_one_update: bool, is_computed: bool
+async def test_old_log_prob_is_left_out_where_the_ratio_is_one_or_the_engines(
+    make_run: MakeRun, mode: ScheduleMode, without: list[Overlap], settings: dict[str, bool], is_computed: bool
 ) -> None:
-    run = make_run(schedule_of(mode, without), steps=1, settings={"is_one_update": is_one_update})
+    run = make_run(schedule_of(mode, without), steps=1, settings=settings)
 
     await run()
 

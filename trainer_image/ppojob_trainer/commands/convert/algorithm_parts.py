@@ -106,6 +106,10 @@ def overlong_responses(draft: Draft) -> None:
 def older_weights(draft: Draft) -> None:
     """The schedule of verl's one-step-off-policy, and the importance weights of the rollout."""
     where, target = "algorithm.rollout_correction", "algorithm.rolloutCorrection"
+    if draft.given.get(f"{where}.bypass_mode") is True:
+        # The weights are 1 then: verl's old log-probs are the engine's.
+        draft.take(*(f"{where}.{name}" for name in ("bypass_mode", "rollout_is", "rollout_is_threshold")))
+        draft.values[f"{target}.method"] = "Bypass"
     level, bounds = draft.given.get(f"{where}.rollout_is"), draft.given.get(f"{where}.rollout_is_threshold")
     if level in _LEVELS:
         draft.take(f"{where}.rollout_is", f"{where}.rollout_is_threshold")

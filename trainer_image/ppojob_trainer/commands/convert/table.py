@@ -174,7 +174,8 @@ TABLE: tuple[Row, ...] = (
     Checked("algorithm.use_pf_ppo", only(False, "there is no preference-filtered PPO")),
     Checked("algorithm.rollout_correction.rollout_is", only(None, "importance weights are by token or by sequence")),
     Checked("algorithm.rollout_correction.rollout_rs", only(None, "responses are not rejected: see rolloutCorrection")),
-    Checked("algorithm.rollout_correction.bypass_mode", only(False, "the trainer always computes its own log-probs")),
+    Checked("algorithm.rollout_correction.bypass_mode", only(False, "it is true or false")),
+    Checked("algorithm.rollout_correction.loss_type", only("ppo_clip", "the policy's loss is that of policyLoss")),
     Checked(
         "algorithm.rollout_correction.rollout_is_batch_normalize", only(False, "weights are not divided by their mean")
     ),

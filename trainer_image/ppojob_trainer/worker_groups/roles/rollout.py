@@ -250,6 +250,8 @@ class RolloutWorker:
         versions = [generation.versions for generation in written if generation.versions is not None]
         experts = [generation.experts for generation in written if generation.experts is not None]
         columns = rollout_batch(prompt_ids, token_ids, _log_probs(written), versions or None, experts or None)
+        if self.spec.algorithm.bypasses_old_log_probs and Keys.ROLLOUT_LOG_PROBS in columns:
+            columns[Keys.OLD_LOG_PROBS] = columns.pop(Keys.ROLLOUT_LOG_PROBS)
         return DataProto.from_dict(columns)
 
     def _drafts(self, written: Sequence[Generation]) -> Drafts:

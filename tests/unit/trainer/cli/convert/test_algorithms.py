@@ -74,6 +74,18 @@ def test_an_fp8_rollout_keeps_the_importance_weights_that_it_has() -> None:
     assert "algorithm.rolloutCorrection" not in to_fill(conversion)
 
 
+def test_verls_bypass_takes_the_engines_log_probs() -> None:
+    correction = "algorithm.rollout_correction"
+    words = (f"{correction}.bypass_mode=True", f"{correction}.rollout_is=token", f"{correction}.loss_type=ppo_clip")
+
+    conversion = converted(*GRPO, *words)
+
+    assert spec(conversion)["algorithm"]["rolloutCorrection"] == {"method": "Bypass"}
+    assert not_carried(conversion) == {}
+    other = converted(*GRPO, words[0], f"{correction}.loss_type=reinforce")
+    assert "policyLoss" in not_carried(other)[f"{correction}.loss_type"]
+
+
 def test_other_formats_of_a_rollout_are_reported() -> None:
     name, _, _ = FP8.partition("=")
 
