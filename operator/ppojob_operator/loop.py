@@ -26,7 +26,7 @@ from typing import Any
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
 from ppojob_operator.adoption import Adopter, own_identity
-from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused
+from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.job_events import JobEvents
@@ -57,6 +57,8 @@ _IDLE_TICK = 1.0
 _ALL_NAMESPACES = ""
 _REFUSALS = (ApiRefused, ApiFailed)
 _TOLERATED_ERRORS = 3
+_TRIAL_SECONDS = 60.0
+"""Of all dry runs of a layout. The rest of a pass needs time too (`pass_timeout`)."""
 """Number of errors in a row from which on the status shows also those that usually pass by themselves."""
 
 
@@ -248,7 +250,7 @@ class Loop:
         observed = await self._observe(job)
         plan = decide(job, observed, self._clock())
         if plan.dry_run is not None:
-            observed = replace(observed, dry_run=await self._cluster.dry_run(plan.dry_run))
+            observed = await self._tried(observed, plan.dry_run)
             plan = decide(job, observed, self._clock())
         if plan.read_log_of:
             observed = replace(observed, log_tail=await self._read_log(job, observed, plan.read_log_of))
@@ -259,6 +261,17 @@ class Loop:
         if plan.requeue_after is not None:
             self._queue.add(key, plan.requeue_after)
         return "ok"
+
+    async def _tried(self, observed: Observed, cluster: Manifest) -> Observed:
+        """Try a RayCluster. Without an answer, the job is reconciled all the same: its trainer may have failed."""
+        try:
+            async with asyncio.timeout(_TRIAL_SECONDS):
+                return replace(observed, dry_run=await self._cluster.dry_run(cluster))
+        except TimeoutError:
+            words = f"a dry run of its RayCluster and pods was not done after {_TRIAL_SECONDS:g} s"
+        except ApiUnavailable as error:
+            words = f"a dry run of its RayCluster and pods that was not answered: {error}"
+        return replace(observed, dry_run=words, is_dry_run_unanswered=True)
 
     async def _with_template(self, raw: Manifest, job: Job) -> Job:
         """Return a job that is not accepted yet with the template that its spec names, if there is one."""

@@ -81,7 +81,9 @@ class Observer:
         )
         if job.key in self._cache:
             keeps = is_as_found and observed.is_kuberay_served and not is_finished(job.status)
-            self._cache[job.key] = replace(observed, ray=None, log_tail=None) if keeps else None
+            # A layout that was refused is tried again: what the API server missed may exist by now.
+            kept = replace(observed, ray=None, log_tail=None, dry_run=None, is_dry_run_unanswered=False)
+            self._cache[job.key] = kept if keeps else None
 
     async def _read_claim(self, job: Job) -> Manifest | None:
         """Return the job's PersistentVolumeClaim, which is checked until the job is admitted."""

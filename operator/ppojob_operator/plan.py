@@ -299,6 +299,8 @@ class Observed:
     """Error of the last reconcile of this job. Empty: none."""
     dry_run: str | None = None
     """Why the API server rejects the new layout's RayCluster or pods. Empty: it accepts them. None: not tried."""
+    is_dry_run_unanswered: bool = False
+    """It did not answer; `dry_run` says how."""
 
 
 @dataclass(frozen=True)

@@ -49,5 +49,7 @@ def trials(cluster: Manifest) -> tuple[Trial, ...]:
 
 def _pod(cluster: Manifest, group: Manifest) -> Manifest:
     template, found = group["template"], cluster["metadata"]
-    metadata = {**template["metadata"], "namespace": found["namespace"], "generateName": f"{found['name']}-"}
+    # Policies may refuse pods without an owner. That of this one is the PPOJob: its RayCluster does not exist.
+    of_cluster = {name: found[name] for name in ("namespace", "ownerReferences")}
+    metadata = {**template["metadata"], **of_cluster, "generateName": f"{found['name']}-"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}

@@ -71,16 +71,20 @@ class Assessment:
     @cached_property
     def situation(self) -> Situation:
         """The input of the other policies."""
-        spec, refusal = layout.spec_in_force(self.job), ""
         if self._keeps_layout:
-            spec, refusal = self.job.effective, self.judgement.message
+            return self._situation(self.job.effective, self.judgement.message)
+        situation = self._situation(layout.spec_in_force(self.job), "")
+        if layout.is_stop_due(situation):
+            words = self.observed.dry_run
+            return replace(situation, desired=None, refusal=words) if words else situation
+        if words := layout.kept_refusal(self.job):
+            return self._situation(self.job.effective, words)
+        return situation
+
+    def _situation(self, spec: PPOJobSpec | None, refusal: str) -> Situation:
         assert spec is not None, "a job without a valid spec is not accepted"
         desired = self.job.spec if isinstance(self.job.spec, PPOJobSpec) and not refusal else None
-        situation = Situation(self.job, spec, self.observed, self.now, desired, refusal)
-        situation = queueing.with_default_queue(situation)
-        if self.observed.dry_run and layout.is_stop_due(situation):
-            return replace(situation, desired=None, refusal=self.observed.dry_run)
-        return situation
+        return queueing.with_default_queue(Situation(self.job, spec, self.observed, self.now, desired, refusal))
 
     @cached_property
     def fetch(self) -> Fetch | None:

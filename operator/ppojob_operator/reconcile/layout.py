@@ -25,6 +25,8 @@ from ppojob_operator.plan import EventRecord, Job, Manifest
 from ppojob_operator.reading import with_nodes
 from ppojob_operator.reconcile.situation import Finding, Situation
 
+_CONTINUES = "the job continues with the layout in status.effectiveLayout, because of "
+
 
 def spec_in_force(job: Job) -> PPOJobSpec | None:
     """Return the spec with the layout of the current attempt; None: there is no valid one."""
@@ -63,11 +65,27 @@ def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
     return ray_cluster(desired, job.key, job.uid, name, [node.name for node in situation.status.avoided_nodes])
 
 
+def kept_refusal(job: Job) -> str:
+    """Return why the API server refused the spec's layout when the trainer ran; empty: it did not.
+
+    The next attempt has the layout in force then, as after an edit that the rules refuse. When its trainer runs, the
+    spec's layout is tried again.
+    """
+    if job.effective is None or job.effective is job.spec:
+        return ""
+    found = next((each for each in job.status.conditions if each.type == Condition.LAYOUT_APPLIED), None)
+    if found is None or found.reason != Reason.INVALID_SPEC or found.observed_generation != job.generation:
+        return ""
+    return found.message.removeprefix(_CONTINUES)
+
+
 def layout_applied(situation: Situation) -> Finding | None:
     """Return condition LayoutApplied of a job that is not being stopped; None: its layout was never edited."""
+    if situation.refusal and situation.observed.is_dry_run_unanswered:
+        message = f"{_CONTINUES}{situation.refusal}. The operator tries the layout of the spec again"
+        return Finding("Unknown", Reason.API_REQUEST_FAILED, message)
     if situation.refusal:
-        message = f"the job continues with the layout in status.effectiveLayout, because of {situation.refusal}"
-        return Finding("False", Reason.INVALID_SPEC, message)
+        return Finding("False", Reason.INVALID_SPEC, f"{_CONTINUES}{situation.refusal}")
     if situation.condition(Condition.LAYOUT_APPLIED) is None or change(situation):
         return None
     return Finding("True", Reason.LAYOUT_APPLIED, "the layout of the spec is in force")

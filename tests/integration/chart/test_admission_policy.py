@@ -101,6 +101,29 @@ def test_an_object_of_somebody_else_cannot_be_deleted(
     assert "the operator may delete only what a PPOJob owns" in done.stderr
 
 
+def test_pods_are_created_as_a_dry_run_alone(kubectl: Any, as_operator: Callable[..., Answer]) -> None:
+    # As the namespaces of Ray's pods want it.
+    container = {
+        **POD["containers"][0],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "new", "ownerReferences": [OWNER]},
+        "spec": {"containers": [container], "securityContext": security},
+    }
+    account = f"--as=system:serviceaccount:{kubectl.namespace}:ppojob"
+
+    tried = as_operator("create", "--filename=-", stdin=json.dumps(pod))
+    made = kubectl.run("create", "--filename=-", account, stdin=json.dumps(pod))
+
+    assert (tried.returncode, tried.stderr) == (0, "")
+    assert made.returncode == 1
+    assert "the operator may create pods as a dry run alone" in made.stderr
+
+
 def test_without_an_owner_secrets_are_created_in_the_operators_namespace_only(
     kubectl: Any, as_operator: Callable[..., Answer]
 ) -> None:

@@ -98,6 +98,7 @@ async def test_a_pod_that_would_be_refused_is_named_by_its_template_in_the_ppojo
     assert [each["spec"] for each in tried] == [template["spec"] for template in templates[: group + 1]]
     for pod, template in zip(tried, templates, strict=False):
         assert pod["metadata"].items() >= template["metadata"].items()
+        assert pod["metadata"]["ownerReferences"] == WANTED["metadata"]["ownerReferences"]
 
 
 @pytest.mark.parametrize(

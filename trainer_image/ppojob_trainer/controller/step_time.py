@@ -49,8 +49,9 @@ class Layout:
     """Where the phases of a job run, and which of them run at the same time.
 
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
-    hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`. shared: pools
-    that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those pools too.
+    hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`.
+    shared: pools that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those
+    pools too.
     """
 
     pool_of: Mapping[str, str]

@@ -287,6 +287,43 @@ def test_a_layout_that_the_api_server_refuses_leaves_the_job_alone() -> None:
     assert world.status["stop"]["reason"] == Reason.REALLOCATING
 
 
+def test_after_such_a_refusal_a_retry_has_the_layout_before_and_the_next_trainer_tries_again() -> None:
+    world = World().run()
+    world.refusal = "no PriorityClass with name high was found"
+    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"priorityClassName": "high"}}}]).settle()
+
+    world.pod_is_gone("head").settle().wait(10).settle()
+    assert world.status["attempt"] == 1
+    assert all("priorityClassName" not in group["template"]["spec"] for group in groups_of(world.made[-1]))
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.INVALID_SPEC)
+    message = world.condition(Condition.LAYOUT_APPLIED).message
+    assert message.count("the job continues with the layout") == 1
+
+    world.run()
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.INVALID_SPEC)
+    world.refusal = ""
+    world.settle().trainer_stops_gracefully().settle()
+    assert groups_of(world.made[-1])[1]["template"]["spec"]["priorityClassName"] == "high"
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("True", Reason.LAYOUT_APPLIED)
+
+
+def groups_of(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = cluster["spec"]["workerGroupSpecs"]
+    return found
+
+
+def test_a_trainer_that_fails_while_a_dry_run_is_not_answered_is_seen() -> None:
+    world = World().run()
+    world.refusal, world.is_silent = "a dry run that was not answered: 503", True
+
+    world.edit(**TWO_CRITICS).settle()
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("Unknown", Reason.API_REQUEST_FAILED)
+    assert "503" in world.condition(Condition.LAYOUT_APPLIED).message
+    assert "stop" not in world.status
+    world.ray_says(RayState.FAILED).settle()
+    assert world.status["attempt"] == 1
+
+
 def test_a_layout_that_the_rules_refuse_leaves_the_job_alone_too() -> None:
     world = World().run().edit(placement={"actor": "actor", "critic": "nowhere"}).settle()
 
