@@ -1,6 +1,7 @@
 """The stored comparison is of the runs as they are written down; computed again, it is the same."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from ppojob_trainer.planning import comparison
 from ppojob_trainer.planning.comparison import Compared, stored
 from ppojob_trainer.planning.measured_runs import RUNS
+from ppojob_trainer.planning.pool import KNOWN_ERROR
 
 
 def test_every_measured_number_is_compared() -> None:
@@ -17,6 +19,11 @@ def test_every_measured_number_is_compared() -> None:
     compared, timed = stored()
     assert sorted(one.measured for one in compared) == sorted(measured)
     assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
+
+
+def test_the_known_error_is_that_of_the_measured_pools() -> None:
+    more = max(one.measured / one.planned - 1 for one in stored()[0] if one.kind == "memory of a pool")
+    assert math.ceil(100 * more) / 100 == KNOWN_ERROR
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
