@@ -90,9 +90,14 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
             {"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits, "isClose": one.is_close}
             for one in others
         ],
-        "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
+        "errors": [_error(one) for one in stored()[0]],
     }
     return json.dumps(content, indent=2)
+
+
+def _error(one: Compared) -> dict[str, Any]:
+    numbers = {"run": one.run, "what": one.what, "unit": one.unit, "measured": one.measured, "planned": one.planned}
+    return {**numbers, "error": one.error, "isOwnRate": one.is_own_rate}
 
 
 def _words(plan: Plan) -> str:
