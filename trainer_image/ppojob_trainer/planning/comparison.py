@@ -1,7 +1,8 @@
 """The plan beside what was measured: the plan's error. Called by `report` and by `make plan-error`.
 
 Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are
-predicted from the other runs, not from the run itself.
+predicted from the other runs, not from the run itself. If no other job is a mixture of experts, a mixture's rates of
+experts and of sending the weights are its own (`is_own_rate`): their errors are those of the calibration.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.measured_runs import RUNS, MeasuredRun
@@ -36,13 +38,16 @@ _KINDS_OF_SECONDS: Final = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured number beside the plan's; unit: GB (1e9 bytes) or s."""
+    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's number is at a rate
+    that comes from a run of the same job.
+    """
 
     run: str
     what: str
     unit: str
     measured: float
     planned: float
+    is_own_rate: bool = False
 
     @property
     def error(self) -> float:
@@ -54,7 +59,8 @@ class Compared:
         """What is compared, without the names of pool, role and phase."""
         if self.unit == "GB":
             return "memory of a pool" if self.what.startswith("pool ") else "memory of one role"
-        return _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
+        kind = _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
+        return f"{kind}, experts (own rate)" if self.is_own_rate else kind
 
 
 def plan_of(run: MeasuredRun) -> Plan:
@@ -77,17 +83,33 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
     found: list[Compared] = []
     for name, plan in plans.items():
         found += _memory(_run(name), plan)
-        others = [one for other, one in timed.items() if other != name and one.seconds]
         if _run(name).phases:
+            others, is_own = _others(name, timed)
             seconds = seconds_of(plan.spec, timed[name].workload, timed[name].gpu, others)
             measured = {**_run(name).phases, "step": _run(name).step}
             planned = {**seconds.phases, "step": seconds.step.seconds}
             found += [
-                Compared(name, phase, "s", value, round(planned[phase], 2))
+                Compared(name, phase, "s", value, round(planned[phase], 2), is_own and phase != Phase.GENERATE)
                 for phase, value in measured.items()
                 if value is not None and phase in planned
             ]
     return found
+
+
+def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], bool]:
+    """Return the runs from which a run's seconds are predicted, and whether its own job is among them.
+
+    It is, without its generation, if it is the only mixture of experts.
+    """
+    job = _run(name).repeats or name
+    rates = {other: one for other, one in timed.items() if _gives_rates(_run(other))}
+    others = [one for other, one in rates.items() if other != job]
+    is_own = timed[name].workload.has_experts and not any(one.workload.has_experts for one in others)
+    if is_own and job in rates:
+        own = rates[job]
+        seconds = {phase: value for phase, value in own.seconds.items() if phase != Phase.GENERATE}
+        others.append(replace(own, seconds=seconds))
+    return others, is_own
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
@@ -100,6 +122,10 @@ def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
 
 def _run(name: str) -> MeasuredRun:
     return next(run for run in RUNS if run.name == name)
+
+
+def _gives_rates(run: MeasuredRun) -> bool:
+    return bool(run.phases) and run.repeats is None
 
 
 def _timed(run: MeasuredRun, workload: Workload) -> TimedRun:
@@ -120,14 +146,14 @@ def stored() -> tuple[list[Compared], list[TimedRun]]:
 
 
 def timed_runs() -> list[TimedRun]:
-    """Return the runs whose phases were measured."""
+    """Return the runs whose phases were measured, one of each job."""
     return stored()[1]
 
 
 def computed() -> str:
     """Plan all runs; return the content of the file."""
     plans = {run.name: plan_of(run) for run in RUNS}
-    workloads = {name: asdict(_workload(plan)) for name, plan in plans.items() if _run(name).phases}
+    workloads = {name: asdict(_workload(plan)) for name, plan in plans.items() if _gives_rates(_run(name))}
     content = {"compared": [asdict(one) for one in compare(plans)], "workloads": workloads}
     return json.dumps(content, indent=1) + "\n"
 

@@ -16,6 +16,8 @@ _PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "upda
 @dataclass(frozen=True)
 class MeasuredRun:
     """One run. spec: its job. layers: decoder layers, if they are not those of the shape. gpu: its kind of GPU.
+    repeats: the run of the same job that it repeats, with an option whose time a plan does not know. The repetition is
+    compared with the plan, and no rate is taken from it.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
@@ -29,6 +31,7 @@ class MeasuredRun:
     roles: Mapping[str, float] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
     step: float | None = None
+    repeats: str | None = None
 
 
 def _workload(
@@ -107,6 +110,23 @@ _SHARED: Final = {"rollout": ["actor", "critic"]}
 
 def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str, Any]:
     return _workload(shape, pools, _CHECKPOINTING | _COMPILED, 49_152, **sections)
+
+
+_EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
+
+
+def _experts(**rollout: Any) -> dict[str, Any]:
+    return _workload(
+        "Qwen/Qwen3-30B-A3B",
+        {"all": 2},
+        _CHECKPOINTING | {"lora": {"rank": 16, "targetModules": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
+        12_288,
+        data={"trainBatchSize": 16, "maxResponseLength": 1900},
+        algorithm={"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
+        actor={"miniBatchSize": 4, "expertParallelSize": 2},
+        critic={"miniBatchSize": 4},
+        rollout={"samplesPerPrompt": 8, "tensorParallelSize": 2, "logProbs": True, **rollout},
+    )
 
 
 RUNS: Final[tuple[MeasuredRun, ...]] = (
@@ -246,5 +266,22 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         pools={"all": 125},
         phases=_phases(2.89, 1.31, 1.26, 1.14, 4.03, 4.22, 0.29),
         step=15.2,
+    ),
+    # The caches of the allocators grew until the GPU was full, so the pool's memory is no need.
+    MeasuredRun(
+        _EXPERTS,
+        _experts(),
+        roles={"actor": 67.6},
+        phases={"gen": 19.1, "old_log_prob": 5.98, "ref": 5.77, "update_actor": 22.0, "update_weights": 5.72},
+        step=58.6,
+    ),
+    # The middle of the ranges of its steps; its reference was not written down.
+    MeasuredRun(
+        f"{_EXPERTS}, routing replay",
+        _experts(routingReplay=True),
+        roles={"actor": 67.7},
+        phases={"gen": 21.7, "old_log_prob": 6.1, "update_actor": 22.2, "update_weights": 5.6},
+        step=61.4,
+        repeats=_EXPERTS,
     ),
 )

@@ -71,6 +71,16 @@ class Plan:
         return all(pool.fits for pool in self.pools) and all(host.fits for host in self.hosts)
 
     @property
+    def is_close(self) -> bool:
+        """Whether all fit, but a pool not with the plan's known error."""
+        return self.fits and any(pool.is_close for pool in self.pools)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a word or two."""
+        return "close" if self.is_close else "fits" if self.fits else "does not fit"
+
+    @property
     def roles(self) -> dict[str, RolePlan]:
         """The roles of all pools."""
         return {found.role.name: found for pool in self.pools for found in pool.roles}
@@ -159,7 +169,8 @@ def _pool(spec: PPOJobSpec, name: str, gpu: Gpu, planned: Mapping[str, RolePlan]
     weights = 0.0 if engine is None else engine.weights
     memory = pool_memory(spec, name, [(found.need, found.peak) for found in roles], gpu.memory, weights)
     found = PoolPlan(name, gpu, roles, engine, memory)
-    return found if found.fits else replace(found, changes=remedies(spec, found, gpu))
+    is_safe = found.fits and not found.is_close
+    return found if is_safe else replace(found, changes=remedies(spec, found, gpu))
 
 
 def _hosts(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[HostPlan]:

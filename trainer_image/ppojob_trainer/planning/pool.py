@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ppojob_trainer.main.memory_fit import Need, PoolMemory
 from ppojob_trainer.planning.engine import EnginePlan
@@ -11,7 +12,10 @@ from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole
 
-__all__ = ["PoolPlan", "RolePlan"]
+__all__ = ["KNOWN_ERROR", "PoolPlan", "RolePlan", "most_planned"]
+
+KNOWN_ERROR: Final = 0.06
+"""Measured pools needed up to this share more memory than planned. A test compares it with the measured runs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool: bytes on each of its GPUs. changes: what to change if it does not fit."""
+    """One pool: bytes on each of its GPUs. changes: what to change if it does not fit, or is close."""
 
     name: str
     gpu: Gpu
@@ -63,3 +67,18 @@ class PoolPlan:
     def fits(self) -> bool:
         """Whether the GPU holds them, and the engine's cache a sequence."""
         return self.total <= self.gpu.memory and (self.engine is None or self.engine.fits)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it fits, but not with the plan's known error."""
+        return self.fits and self.total > most_planned(self.gpu)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a word or two."""
+        return "close" if self.is_close else "fits" if self.fits else "does not fit"
+
+
+def most_planned(gpu: Gpu) -> float:
+    """Return the most planned bytes that leave room for the plan's known error."""
+    return gpu.memory / (1 + KNOWN_ERROR)

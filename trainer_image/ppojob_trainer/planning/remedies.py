@@ -1,4 +1,6 @@
-"""What to change in a pool that does not fit: fields with values. Called by `plan`. Pure."""
+"""What to change in a pool that does not fit, or only without the plan's known error: fields with values. Called by
+`plan`. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.pool import PoolPlan, RolePlan
+from ppojob_trainer.planning.pool import PoolPlan, RolePlan, most_planned
 
 __all__ = ["remedies"]
 
@@ -20,7 +22,8 @@ def remedies(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> list[str]:
     found = [change for role in pool.roles for change in _of_role(spec, role)]
     found += _of_engine(spec, pool, gpu)
     found.append((0.0, f"pools.{pool.name}: more GPUs, which divide models and batches"))
-    return [words for _, words in sorted(found, reverse=True)]
+    # The reference has the budget of the actor, so both may name it.
+    return list(dict.fromkeys(words for _, words in sorted(found, reverse=True)))
 
 
 def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
@@ -46,7 +49,6 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
     engine, share = pool.engine, spec.rollout.gpu_memory_utilization
     if engine is None:
         return
-    excess = pool.total - gpu.memory
     if not engine.fits:
         yield (
             0.0,
@@ -57,7 +59,10 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
     trains = pool.name in (spec.placement.actor, spec.placement.critic)
     if not spec.rollout.sleep and trains and pool.memory.training > pool.memory.generation - engine.share:
         yield engine.share, f"rollout.sleep: true (frees {engine.share / _GB:.1f} GB while roles compute)"
+    # Engines that sleep have their share only while they generate.
+    with_share = pool.memory.generation if spec.engines_sleep_in(pool.name) else pool.memory.most
+    excess = with_share + pool.memory.processes - most_planned(gpu)
     lower = share - excess / gpu.memory
     least = (engine.weights + engine.working) / gpu.memory
-    if excess > 0 and lower > least and pool.memory.generation + pool.memory.processes > gpu.memory:
+    if excess > 0 and lower > least:
         yield engine.share, f"rollout.gpuMemoryUtilization: {lower - 0.005:.2f} (now {share:g})"

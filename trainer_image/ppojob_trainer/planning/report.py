@@ -12,7 +12,7 @@ from rich.table import Table
 from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
-from ppojob_trainer.planning.pool import PoolPlan
+from ppojob_trainer.planning.pool import KNOWN_ERROR, PoolPlan
 from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import Link, links_of
 
@@ -51,6 +51,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
             "gpuBytes": pool.gpu.memory,
             "bytes": pool.total,
             "fits": pool.fits,
+            "isClose": pool.is_close,
             "changes": list(pool.changes),
             "training": pool.memory.training,
             "push": pool.memory.push,
@@ -77,6 +78,7 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
     ]
     content: dict[str, Any] = {
         "fits": plan.fits,
+        "isClose": plan.is_close,
         "pools": pools,
         "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
         "links": [vars(link) for link in _links_of(plan)],
@@ -84,15 +86,32 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
         "idleShares": _idle_shares(plan),
         "assumptions": list(_assumptions(plan)),
         "notes": [*plan.notes, *phases_beyond_limit(plan)],
-        "layouts": [{"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits} for one in others],
-        "errors": [{**vars(one), "error": one.error} for one in stored()[0]],
+        "layouts": [
+            {"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits, "isClose": one.is_close}
+            for one in others
+        ],
+        "errors": [_error(one) for one in stored()[0]],
     }
     return json.dumps(content, indent=2)
 
 
+def _error(one: Compared) -> dict[str, Any]:
+    numbers = {"run": one.run, "what": one.what, "unit": one.unit, "measured": one.measured, "planned": one.planned}
+    return {**numbers, "error": one.error, "isOwnRate": one.is_own_rate}
+
+
 def _words(plan: Plan) -> str:
     found = "The job fits." if plan.fits else "The job does not fit: see the changes below."
+    if close := [pool for pool in plan.pools if pool.is_close]:
+        found = " ".join([*(["The job is close."] if plan.fits else [found]), *map(_close_words, close)])
     return " ".join([found, *_assumptions(plan)])
+
+
+def _close_words(pool: PoolPlan) -> str:
+    return (
+        f"Pool {pool.name} is planned at {_gb(pool.total)} of {_gb(pool.gpu.memory)} GB, and measured pools needed up "
+        f"to {KNOWN_ERROR:.0%} more than planned: it may run out of memory without one of the changes below."
+    )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -138,8 +157,7 @@ def _pool(pool: PoolPlan) -> Table:
         table.add_row("while weights are sent", *[""] * 5, _gb(memory.push + memory.processes))
     if pool.engine is not None:
         table.add_row("while engines generate", *[""] * 5, _gb(memory.generation + memory.processes))
-    verdict = "fits" if pool.fits else "does not fit"
-    table.add_row(f"most, of {_gb(pool.gpu.memory)} GB: {verdict}", *[""] * 5, _gb(pool.total))
+    table.add_row(f"most, of {_gb(pool.gpu.memory)} GB: {pool.verdict}", *[""] * 5, _gb(pool.total))
     return table
 
 
@@ -167,7 +185,7 @@ def _layouts(plans: Sequence[Plan]) -> Table:
     for number, plan in enumerate(plans):
         sizes = ", ".join(f"{pool.name} {pool.gpus}" for pool in plan.spec.pools)
         most = max(pool.total for pool in plan.pools)
-        verdict = ("fits" if plan.fits else "does not fit") + ("" if number else ": the job as it is")
+        verdict = plan.verdict + ("" if number else ": the job as it is")
         gpus = str(sum(pool.gpus for pool in plan.spec.pools))
         table.add_row(sizes, gpus, _gb(most), f"{_seconds_of(plan).step.seconds:.1f}", verdict)
     return table

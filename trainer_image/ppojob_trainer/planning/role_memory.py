@@ -31,7 +31,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp.experts import active_share
+from ppojob_trainer.engines.train.fsdp.experts import active_share, expert_modules
 from ppojob_trainer.engines.train.fsdp.loading import allocate
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
@@ -76,6 +76,7 @@ class Work:
 @dataclass(frozen=True)
 class Measured:
     """Bytes of one rank, beside the parameters of the whole model. layer_parameters: that compute for a token.
+    expert_layers: layers of the whole model that have experts.
 
     forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
     are sent to the engines, without moments; 0 if the role sends none. traffic, update_traffic:
@@ -87,6 +88,7 @@ class Measured:
     num_parameters: int
     weights: int
     layer_parameters: float = 0.0
+    expert_layers: int = 0
     gradients: int = 0
     optimizer: int = 0
     forward: int = 0
@@ -124,7 +126,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
             schedule = _Schedule.of(work, module, micro, parallel)
-            found = Measured(num_parameters, live.now, layer_parameters)
+            found = Measured(num_parameters, live.now, layer_parameters, _expert_layers(module))
             found = _forward(work, module, micro, schedule, live, found)
             if work.kind == "actor":
                 found = replace(found, push=_pushed(work, cast(PolicyModule, module), live))
@@ -178,6 +180,12 @@ def _active(module: nn.Module, config: PretrainedConfig) -> float:
     layers = [part for part in backbone.modules() if isinstance(part, nn.ModuleList)][:1]
     parameters = [parameter for part in layers for parameter in part.parameters()]
     return sum(parameter.numel() * active_share(parameter.shape, config) for parameter in parameters)
+
+
+def _expert_layers(module: nn.Module) -> int:
+    if not isinstance(module, PolicyModule | ValueModule) or module.stage is None:
+        return sum(1 for _ in expert_modules(module))
+    return len({part.layer for part in module.stage.parts if len(part.shape) == 3})
 
 
 def _micro_batch(work: Work, parallel: ParallelMesh) -> MicroBatch:

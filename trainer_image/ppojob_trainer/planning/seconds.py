@@ -1,10 +1,15 @@
 """Seconds of each phase and of a step, from the phases of measured runs. Called by `plan` and `comparison`. Pure.
 
 Forward passes and updates: `controller.cost_model` fits fixed seconds and seconds per operation and GPU to the measured
-runs. Generation: each token of the longest response takes the host's time for a decoding step, and the time in which
-the memory delivers weights and cache. Weights: fixed seconds and seconds per byte. `controller.step_time` combines the
-phases as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or
-slower than the measured ones by their data sheets.
+runs of dense models. Experts take longer than their operations: rows for them are sorted, exchanged and multiplied in
+groups, and ranks wait for the busiest one. These seconds are proportional to the bytes of the rows. One rate, for all
+phases and with or without expert parallelism, is what remains of the phases of the measured mixture.
+
+Generation: each token of the longest response takes the host's time for a decoding step, and the time in which the
+memory delivers weights and cache. Weights: fixed seconds and seconds per byte where the engine copies them, and
+more seconds per byte where it reloads them (`rollout.worker_extension`). `controller.step_time` combines the phases
+as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or slower
+than the measured ones by their data sheets.
 
 The measured runs have no pipelines. The p ranks of a pipeline with v stages each wait for (p - 1) of (v m + p - 1)
 passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
@@ -18,7 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -27,7 +32,12 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.step_time import StepTime, step_time
 from ppojob_trainer.engines.train.fsdp.passes import in_window
-from ppojob_trainer.engines.train.model_fit import attention_width, cached_numbers, embedding_parameters
+from ppojob_trainer.engines.train.model_fit import (
+    attention_width,
+    cached_numbers,
+    embedding_parameters,
+    num_experts,
+)
 from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
@@ -50,6 +60,8 @@ _UPDATES: Final = (Phase.UPDATE_CRITIC, Phase.UPDATE_ACTOR)
 class Workload:
     """What a step computes. operations: of each phase, over all its GPUs. gpus: of each phase. decode_bytes: that an
     engine's GPU reads for one token of all its sequences. decode_steps: tokens of a response. weight_bytes: of a push.
+    is_reloaded: the engine reloads its weights. expert_bytes: of the rows for experts, of each phase, over all its
+    GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts.
     """
 
     operations: Mapping[str, float]
@@ -57,6 +69,13 @@ class Workload:
     decode_bytes: float
     decode_steps: int
     weight_bytes: float
+    is_reloaded: bool = False
+    expert_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a phase computes a mixture of experts."""
+        return bool(self.expert_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,10 +97,15 @@ class Seconds:
 
 def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> Workload:
     """Return the work of a step in which each response has the most tokens."""
-    layout = layout_of(spec)
+    layout, computed = layout_of(spec), _computed(spec, roles)
     operations = {
         phase: _operations(spec, roles[source], measured[source], is_update=phase in _UPDATES)
-        for phase, source in _computed(spec, roles).items()
+        for phase, source in computed.items()
+    }
+    expert_bytes = {
+        phase: _expert_bytes(spec, roles[source], measured[source], is_update=phase in _UPDATES)
+        for phase, source in computed.items()
+        if measured[source].expert_layers
     }
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
     actor: Any = roles["actor"].config.get_text_config()
@@ -98,7 +122,15 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         # More sequences than an engine takes at once are generated one group after the other.
         decode_steps=response * max(1, -(-int(sequences) // spec.rollout.max_num_seqs)),
         weight_bytes=num_parameters * _BFLOAT16,
+        is_reloaded=_is_reloaded(spec, actor),
+        expert_bytes=expert_bytes,
     )
+
+
+def _is_reloaded(spec: PPOJobSpec, config: Any) -> bool:
+    """Return whether vLLM changes weights when it loads them: those of experts, of latent attention, and quantized."""
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    return num_experts(config) is not None or is_latent or spec.rollout.quantization is not None
 
 
 def _computed(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> dict[str, str]:
@@ -143,21 +175,14 @@ def seconds_of(
 ) -> Seconds:
     """Return the predicted seconds of a step on GPUs of one kind; `idle`: see `idle_shares`."""
     found: dict[str, float] = {}
-    for phase, operations in work.operations.items():
-        seen = [run for run in runs if phase in run.seconds and phase in run.workload.operations]
-        if not seen:
+    of_experts = _seconds_of_expert_bytes(runs)
+    for phase in work.operations:
+        if (cost := _of_operations(work, phase, gpu, runs)) is None:
             continue
-        loads = [run.workload.operations[phase] / run.gpu.peak_flops for run in seen]
-        cost = fit_phase(
-            phase,
-            [
-                Observation(run.workload.gpus[phase], run.seconds[phase], load)
-                for run, load in zip(seen, loads, strict=True)
-            ],
-        )
-        share = operations / gpu.peak_flops / statistics.median(loads)
+        fixed, divided = cost
+        divided += of_experts * work.expert_bytes.get(phase, 0.0) / gpu.bandwidth
         is_computing = 1 - (idle or {}).get(phase, 0.0)
-        found[phase] = cost.fixed_s + cost.divided_gpu_s * share / work.gpus[phase] / is_computing
+        found[phase] = fixed + divided / work.gpus[phase] / is_computing
     generated = [run for run in runs if Phase.GENERATE in run.seconds]
     hosts = [
         run.seconds[Phase.GENERATE] / run.workload.decode_steps - run.workload.decode_bytes / run.gpu.bandwidth
@@ -167,12 +192,58 @@ def seconds_of(
         found[Phase.GENERATE] = work.decode_steps * (
             max(0.0, statistics.median(hosts)) + work.decode_bytes / gpu.bandwidth
         )
-    sent = [run for run in runs if Phase.UPDATE_WEIGHTS in run.seconds]
-    if len(sent) > 1:
-        sizes, times = [run.workload.weight_bytes for run in sent], [run.seconds[Phase.UPDATE_WEIGHTS] for run in sent]
-        line = statistics.linear_regression(sizes, times)
-        found[Phase.UPDATE_WEIGHTS] = max(min(times), line.intercept + line.slope * work.weight_bytes)
+    if (sending := _of_weights(work, runs)) is not None:
+        found[Phase.UPDATE_WEIGHTS] = sending
     return Seconds(found, step_time(found, layout_of(spec)))
+
+
+def _of_operations(work: Workload, phase: str, gpu: Gpu, runs: Sequence[TimedRun]) -> tuple[float, float] | None:
+    """Return a phase's fixed seconds and GPU-seconds at the rate of dense models; None if no run has the phase."""
+    dense = [run for run in runs if not run.workload.has_experts]
+    seen = [run for run in dense if phase in run.seconds and phase in run.workload.operations]
+    if not seen:
+        return None
+    loads = [run.workload.operations[phase] / run.gpu.peak_flops for run in seen]
+    cost = fit_phase(
+        phase,
+        [
+            Observation(run.workload.gpus[phase], run.seconds[phase], load)
+            for run, load in zip(seen, loads, strict=True)
+        ],
+    )
+    share = work.operations[phase] / gpu.peak_flops / statistics.median(loads)
+    return cost.fixed_s, cost.divided_gpu_s * share
+
+
+def _seconds_of_expert_bytes(runs: Sequence[TimedRun]) -> float:
+    """Return what experts take beyond their operations: GPU-seconds for as many bytes of rows as the GPU's memory
+    delivers in a second; 0 if no run has experts.
+    """
+    remaining = total = 0.0
+    for run in runs:
+        for phase, size in run.workload.expert_bytes.items():
+            cost = _of_operations(run.workload, phase, run.gpu, runs)
+            if cost is not None and phase in run.seconds:
+                fixed, divided = cost
+                remaining += (run.seconds[phase] - fixed) * run.workload.gpus[phase] - divided
+                total += size / run.gpu.bandwidth
+    return max(0.0, remaining / total) if total else 0.0
+
+
+def _of_weights(work: Workload, runs: Sequence[TimedRun]) -> float | None:
+    """Return the seconds of a push; None if too few runs have one."""
+    sent = [run for run in runs if Phase.UPDATE_WEIGHTS in run.seconds]
+    reloaded = [run for run in sent if run.workload.is_reloaded]
+    if work.is_reloaded and reloaded:
+        of_byte = statistics.median(run.seconds[Phase.UPDATE_WEIGHTS] / run.workload.weight_bytes for run in reloaded)
+        return work.weight_bytes * of_byte
+    copied = [run for run in sent if not run.workload.is_reloaded]
+    if len(copied) < 2:
+        return None
+    sizes = [run.workload.weight_bytes for run in copied]
+    times = [run.seconds[Phase.UPDATE_WEIGHTS] for run in copied]
+    line = statistics.linear_regression(sizes, times)
+    return max(min(times), line.intercept + line.slope * work.weight_bytes)
 
 
 def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:
@@ -192,3 +263,18 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     # computed again.
     backward = 1 if has_adapters else 2
     return spec.algorithm.epochs * (layers * (1 + again + backward) + output * (2 + backward))
+
+
+def _expert_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:
+    """Return the bytes of the rows for experts of a pass or update over a batch.
+
+    Gradients take the same way as the rows of a forward pass, whether experts are trained or not.
+    """
+    config: Any = role.config.get_text_config()
+    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt
+    tokens = rows * (spec.data.max_prompt_length + spec.data.max_response_length)
+    of_pass = float(tokens * config.num_experts_per_tok * config.hidden_size * measured.expert_layers * _BFLOAT16)
+    if not is_update or role.trained is None:
+        return of_pass
+    again = 1 if role.trained.gradient_checkpointing else 0
+    return spec.algorithm.epochs * of_pass * (2 + again)

@@ -58,7 +58,16 @@ def test_json_of_a_job_that_does_not_fit(tmp_path: Path) -> None:
     assert pool["training"] == pytest.approx(sum(role["peak"] for role in pool["roles"]))
     assert any(change.startswith("rollout.gpuMemoryUtilization: ") for change in pool["changes"])
     assert set(content["seconds"]) >= {"gen", "update_actor", "update_critic", "step"}
-    assert content["errors"][0].keys() == {"run", "what", "unit", "measured", "planned", "error"}
+    assert content["errors"][0].keys() == {"run", "what", "unit", "measured", "planned", "error", "isOwnRate"}
+
+
+def test_a_close_plan_is_visible_and_no_failure(tmp_path: Path) -> None:
+    """The planned memory of the small job is nearly that of the engine, and of its processes."""
+    found = plan(tmp_path, rollout={"gpuMemoryUtilization": 0.93})
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith("The job is close. Pool all is planned at ")
+    assert "most, of 150.1 GB: close" in found.output
+    assert "  change rollout.gpuMemoryUtilization: 0.8" in found.output
 
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """The stored comparison is of the runs as they are written down; computed again, it is the same."""
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppojob_trainer.planning import comparison
-from ppojob_trainer.planning.comparison import Compared, stored
+from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.measured_runs import RUNS
+from ppojob_trainer.planning.pool import KNOWN_ERROR
 
 
 def test_every_measured_number_is_compared() -> None:
@@ -16,7 +19,40 @@ def test_every_measured_number_is_compared() -> None:
     measured += [run.step for run in RUNS if run.step is not None]
     compared, timed = stored()
     assert sorted(one.measured for one in compared) == sorted(measured)
-    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
+    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases and run.repeats is None]
+
+
+def test_a_mixture_has_its_own_rate_for_all_but_generation() -> None:
+    compared = [one for one in stored()[0] if one.unit == "s"]
+    assert {one.run for one in compared if one.is_own_rate} == {run.name for run in RUNS if "experts" in run.name}
+    assert all(one.is_own_rate == ("experts" in one.run and one.what != "gen") for one in compared)
+    # One rate for all phases cannot agree with each.
+    errors = [abs(one.error) for one in compared if one.is_own_rate and one.what in _COMPUTED]
+    assert 0.03 < max(errors) < 0.2
+
+
+def test_no_run_predicts_itself_but_the_only_mixture_of_experts() -> None:
+    names = [run.name for run in RUNS if run.phases and run.repeats is None]
+    timed = dict(zip(names, timed_runs(), strict=True))
+    repeated = next(run for run in RUNS if run.repeats is not None)
+    assert repeated.repeats is not None
+    mixture = timed[repeated.repeats]
+    for name in names:
+        others, is_own = comparison._others(name, timed)
+        assert is_own == timed[name].workload.has_experts
+        assert not any(one is timed[name] for one in others)
+        assert len(others) == len(names) - (0 if is_own else 1)
+    others, is_own = comparison._others(
+        repeated.name, timed | {repeated.name: replace(mixture, seconds=repeated.phases)}
+    )
+    assert is_own
+    (own,) = [one for one in others if one.workload.has_experts]
+    assert own.seconds == {phase: value for phase, value in mixture.seconds.items() if phase != "gen"}
+
+
+def test_the_known_error_is_that_of_the_measured_pools() -> None:
+    more = max(one.measured / one.planned - 1 for one in stored()[0] if one.kind == "memory of a pool")
+    assert math.ceil(100 * more) / 100 == KNOWN_ERROR
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
@@ -26,10 +62,19 @@ ROWS: dict[str, Callable[[Compared], bool]] = {
         one.unit == "GB" and "compiled" not in one.run and not one.what.startswith("pool")
     ),
     "memory of a pool, all processes": lambda one: one.what.startswith("pool"),
-    "seconds of forward passes and updates": lambda one: one.unit == "s" and one.what in _COMPUTED,
-    "seconds of a step": lambda one: one.what == "step",
+    "seconds of forward passes and updates": lambda one: (
+        one.unit == "s" and one.what in _COMPUTED and not one.is_own_rate
+    ),
+    "seconds of a step": lambda one: one.what == "step" and not one.is_own_rate,
     "seconds of generation": lambda one: one.what == "gen",
-    "seconds of sending the weights": lambda one: one.what == "update_weights",
+    "seconds of sending the weights": lambda one: one.what == "update_weights" and not one.is_own_rate,
+    "mixture of experts, own rate: seconds of forward passes and updates": lambda one: (
+        one.is_own_rate and one.what in _COMPUTED
+    ),
+    "mixture of experts, own rate: seconds of a step": lambda one: one.is_own_rate and one.what == "step",
+    "mixture of experts, own rate: seconds of sending the weights": lambda one: (
+        one.is_own_rate and one.what == "update_weights"
+    ),
 }
 
 

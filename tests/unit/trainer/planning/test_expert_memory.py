@@ -97,8 +97,9 @@ def test_divided_experts_are_sharded_over_all_ranks(tmp_path: Path) -> None:
     whole, divided = (measure(work(tmp_path, ParallelDims(shard=4, expert=size))) for size in (1, 2))
     for number in ("weights", "gradients", "optimizer"):
         assert getattr(divided, number) == pytest.approx(getattr(whole, number), rel=0.01), number
-    numbers = whole.num_parameters, whole.layer_parameters
-    assert (divided.num_parameters, divided.layer_parameters) == numbers
+    numbers = whole.num_parameters, whole.layer_parameters, whole.expert_layers
+    assert (divided.num_parameters, divided.layer_parameters, divided.expert_layers) == numbers
+    assert whole.expert_layers == LAYERS
     # The gathered experts of a layer, and their gradients in bfloat16 and float32, are halved.
     assert divided.update < whole.update - EXPERTS * ONE_EXPERT / 2 * 2
 
@@ -106,7 +107,7 @@ def test_divided_experts_are_sharded_over_all_ranks(tmp_path: Path) -> None:
 def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Path) -> None:
     whole = measure(work(tmp_path, TWO))
     stages = [measure_stage(work(tmp_path, IN_STAGES), stage) for stage in (0, 1)]
-    for number in ("num_parameters", "layer_parameters"):
+    for number in ("num_parameters", "layer_parameters", "expert_layers"):
         assert {getattr(stage, number) for stage in stages} == {getattr(whole, number)}, number
     for number in ("weights", "gradients", "optimizer"):
         assert sum(getattr(stage, number) for stage in stages) == pytest.approx(getattr(whole, number), rel=0.01)

@@ -11,6 +11,7 @@ from ppojob_trainer.planning.report import phases_beyond_limit
 
 FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
 GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "8b-128k-on-16": 16, "235b-on-64": 64, "671b-on-512": 512}
+ARE_CLOSE = {"671b-on-512"}
 KINDS = {"671b-on-512": "B200"}
 # Many layers, or long sequences, and many micro-batches: 40 seconds to minutes.
 ARE_SLOW = {"32b-on-8", "70b-on-32", "8b-128k-on-16", "235b-on-64", "671b-on-512"}
@@ -35,6 +36,7 @@ def test_the_layout_fits(name: str) -> None:
     assert [(pool.name, pool.changes) for pool in found.pools if not pool.fits] == []
     assert all(host.fits for host in found.hosts)
     assert found.fits
+    assert found.is_close == (name in ARE_CLOSE)
     assert found.notes == []
     assert list(phases_beyond_limit(found)) == []
     # The file says whether it has run.
