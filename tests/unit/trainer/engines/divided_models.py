@@ -28,8 +28,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
-from tests.unit.trainer.engines.kept_weights import stream_of
 from ppojob_trainer.engines.weights.boxes import Box, inside
+from tests.unit.trainer.engines.kept_weights import stream_of
 
 SIZE = 2
 
