@@ -82,7 +82,7 @@ def send(folder: Path, backend: Backend, case: str) -> None:
             failure = f"{error}"
     elif case == "closed":
         [link_end] = sender._link_ends
-        link_end.begin(2)
+        link_end.begin(2, is_partial=False)
         time.sleep(2)
     closing = time.monotonic()
     sender.close()

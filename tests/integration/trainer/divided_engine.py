@@ -8,6 +8,8 @@ with backend cuda_ipc, on the worker's.
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import os
 import sys
 import time
@@ -55,7 +57,7 @@ class Pushes:
         from ppojob_trainer.engines.weights.plans import LinkPlan
         from ppojob_trainer.engines.weights.sender import WeightSender
 
-        self.sources = [Source(self.weights(model, part)) for part in range(SIZE)]
+        self.sources = [Source(self.weights(model, part), is_frozen) for part in range(SIZE)]
         self.senders = [
             WeightSender(
                 source,
@@ -70,27 +72,31 @@ class Pushes:
         preparing = (asyncio.to_thread(self.on_device, part, "prepare") for part in range(SIZE))
         await asyncio.gather(*preparing, self.engine.connect_weights([(link, 1) for link in links]))
 
-    def on_device(self, part: int, method: str, *arguments: Any) -> Any:
+    def on_device(self, part: int, method: str, **arguments: Any) -> Any:
         """Call a sender in a thread of its own, whose GPU is the sender's."""
         import torch
 
         if self.device_of(part).type == "cuda":
             torch.cuda.set_device(self.device_of(part))
-        return getattr(self.senders[part], method)(*arguments)
+        return getattr(self.senders[part], method)(**arguments)
 
     def weights(self, model: Any, part: int) -> dict[str, Any]:
         named = model.named_parameters()
         return {name: tensor.detach().to(self.device_of(part), self.dtype) for name, tensor in named}
 
-    async def push(self, model: Any) -> dict[str, Any]:
-        """Push a model's weights; return seconds, bytes to each worker, and whether each one was read back."""
+    async def push(self, model: Any, *, is_partial: bool = False) -> dict[str, Any]:
+        """Push a model's weights, or those of its attention alone.
+
+        Returns seconds, bytes to each worker, and whether each one was read back.
+        """
         from ppojob_trainer.engines.weights.receipts import verify
 
         self.version, self.number = self.version + 1, self.number + 1
         for part, source in enumerate(self.sources):
             source.weights = self.weights(model, part)
         started = time.perf_counter()
-        sending = (asyncio.to_thread(self.on_device, part, "push", self.version) for part in range(SIZE))
+        push = functools.partial(asyncio.to_thread, self.on_device, method="push", is_partial=is_partial)
+        sending = (push(part, version=self.version) for part in range(SIZE))
         *sent, received = await asyncio.gather(*sending, self.engine.update_weights(self.version))
         seconds = time.perf_counter() - started
         for [receipt], worker in zip(sent, received, strict=True):
@@ -111,6 +117,18 @@ class Pushes:
     def close(self) -> None:
         for sender in self.senders:
             sender.close()
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a partial push leaves out a tensor: it has the attention."""
+    return ".self_attn." not in name
+
+
+def with_attention_of(model: Any, other: Any) -> Any:
+    """Return another model with the attention of a model."""
+    mixed = copy.deepcopy(other)
+    mixed.load_state_dict({n: t for n, t in model.state_dict().items() if not is_frozen(n)}, strict=False)
+    return mixed
 
 
 @contextmanager
@@ -161,6 +179,10 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
     for name, model in (("first", old), ("new", new), ("old", old), ("new again", new)):
         seen[name] = {**await pushes.push(model), "apart": await pushes.apart(model)}
     seen["stale"] = await pushes.apart(old)
+    mixed = with_attention_of(old, new)
+    seen["partial"] = {**await pushes.push(mixed, is_partial=True), "apart": await pushes.apart(mixed)}
+    seen["stale attention"] = await pushes.apart(new)
+    seen["partial again"] = {**await pushes.push(new, is_partial=True), "apart": await pushes.apart(new)}
     if backend != "cuda_ipc":
         # The eleventh push is the next one that is compared.
         while pushes.number < COMPARED_EVERY:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,22 @@ def seen_of(model: Path, limit: float, *, drafts: bool) -> dict[str, Any]:
 class Source:
     """Weights that a test chooses, in place of a trained model's."""
 
-    def __init__(self, weights: Mapping[str, Any]) -> None:
-        self.weights = weights
+    def __init__(self, weights: Mapping[str, Any], frozen: Callable[[str], bool] = lambda _: False) -> None:
+        self.weights, self.frozen = weights, frozen
 
     def specs(self) -> list[Any]:
         from ppojob_trainer.engines.weights.buckets import TensorSpec
 
         return [
-            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), is_frozen=self.frozen(name))
             for name, tensor in self.weights.items()
         ]
 
     def gather(self) -> Iterator[Any]:
         return iter(self.weights.values())
+
+    def gather_changing(self) -> Iterator[Any]:
+        return (tensor for name, tensor in self.weights.items() if not self.frozen(name))
 
 
 class BrokenSource(Source):

@@ -43,5 +43,12 @@ def test_each_worker_gets_its_part_after_the_first_push(seen: dict[str, Any]) ->
         assert sum(seen[push]["bytes"]) >= seen["num_bytes"]
 
 
+def test_each_worker_follows_partial_pushes(seen: dict[str, Any]) -> None:
+    for push in ("partial", "partial again"):
+        assert seen[push]["apart"] < ROUNDING, push
+        assert all(0 < number < 0.5 * seen["new"]["bytes"][0] for number in seen[push]["bytes"])
+    assert seen["stale attention"] > 100 * ROUNDING
+
+
 def test_parts_of_the_other_worker_are_refused(seen: dict[str, Any]) -> None:
     assert "parts of version 11 are not those of the trainer's weights" in seen["refusal"]

@@ -218,6 +218,8 @@ def test_adapters_without_a_critic_are_their_own_reference_and_reach_the_rollout
     assert "timing_s/values" not in records[1]
     assert abs(records[1]["critic/advantages/mean"]) < 0.1, "a group's advantages sum to 0"
     assert list(adapted.root.glob("**/adapter/adapter_model.safetensors"))
+    # The second push leaves out embedding and norms, which have no adapters.
+    assert records[2]["comm_mb/update_weights"] < 0.95 * records[1]["comm_mb/update_weights"]
 
 
 def test_no_process_is_left(adapted: Run) -> None:

@@ -79,7 +79,7 @@ def plan_of(run: MeasuredRun) -> Plan:
 
 def compare(plans: Mapping[str, Plan]) -> list[Compared]:
     """Return all comparisons; `plans`: by the names of the runs."""
-    timed = {name: _timed(_run(name), _workload(plan)) for name, plan in plans.items()}
+    timed = {name: _timed(_run(name), _workload(_run(name), plan)) for name, plan in plans.items()}
     found: list[Compared] = []
     for name, plan in plans.items():
         found += _memory(_run(name), plan)
@@ -132,9 +132,12 @@ def _timed(run: MeasuredRun, workload: Workload) -> TimedRun:
     return TimedRun(workload, run.phases, GPUS[run.gpu])
 
 
-def _workload(plan: Plan) -> Workload:
+def _workload(run: MeasuredRun, plan: Plan) -> Workload:
     roles = {name: found.role for name, found in plan.roles.items()}
-    return workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
+    measured = {name: found.measured for name, found in plan.roles.items()}
+    if run.sends_all:
+        measured["actor"] = replace(measured["actor"], changing=None)
+    return workload_of(plan.spec, roles, measured)
 
 
 @cache
@@ -153,7 +156,7 @@ def timed_runs() -> list[TimedRun]:
 def computed() -> str:
     """Plan all runs; return the content of the file."""
     plans = {run.name: plan_of(run) for run in RUNS}
-    workloads = {name: asdict(_workload(plan)) for name, plan in plans.items() if _gives_rates(_run(name))}
+    workloads = {name: asdict(_workload(_run(name), plan)) for name, plan in plans.items() if _gives_rates(_run(name))}
     content = {"compared": [asdict(one) for one in compare(plans)], "workloads": workloads}
     return json.dumps(content, indent=1) + "\n"
 

@@ -17,7 +17,8 @@ _PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "upda
 class MeasuredRun:
     """One run. spec: its job. layers: decoder layers, if they are not those of the shape. gpu: its kind of GPU.
     repeats: the run of the same job that it repeats, with an option whose time a plan does not know. The repetition is
-    compared with the plan, and no rate is taken from it.
+    compared with the plan, and no rate is taken from it. sends_all: with adapters, before pushes sent only what training
+    changes.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
@@ -32,6 +33,7 @@ class MeasuredRun:
     phases: Mapping[str, float] = field(default_factory=dict)
     step: float | None = None
     repeats: str | None = None
+    sends_all: bool = False
 
 
 def _workload(
@@ -266,6 +268,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         pools={"all": 125},
         phases=_phases(2.89, 1.31, 1.26, 1.14, 4.03, 4.22, 0.29),
         step=15.2,
+        sends_all=True,
     ),
     # The caches of the allocators grew until the GPU was full, so the pool's memory is no need.
     MeasuredRun(
@@ -274,6 +277,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         roles={"actor": 67.6},
         phases={"gen": 19.1, "old_log_prob": 5.98, "ref": 5.77, "update_actor": 22.0, "update_weights": 5.72},
         step=58.6,
+        sends_all=True,
     ),
     # The middle of the ranges of its steps; its reference was not written down.
     MeasuredRun(
@@ -283,5 +287,6 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         phases={"gen": 21.7, "old_log_prob": 6.1, "update_actor": 22.2, "update_weights": 5.6},
         step=61.4,
         repeats=_EXPERTS,
+        sends_all=True,
     ),
 )

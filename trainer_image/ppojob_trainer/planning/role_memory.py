@@ -79,7 +79,8 @@ class Measured:
     expert_layers: layers of the whole model that have experts.
 
     forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
-    are sent to the engines, without moments; 0 if the role sends none. traffic, update_traffic:
+    are sent to the engines, without moments; 0 if the role sends none. changing: of the weights that are sent, what
+    training changes; None: all. traffic, update_traffic:
     bytes that the rank receives from others for one micro-batch of such a pass, by kind. step_traffic: once in an
     optimizer step; without a pipeline it is part of update_traffic. Of a pipeline, each number is the most of any
     rank.
@@ -94,6 +95,7 @@ class Measured:
     forward: int = 0
     update: int = 0
     push: int = 0
+    changing: int | None = None
     traffic: Counter[str] = field(default_factory=Counter)
     update_traffic: Counter[str] = field(default_factory=Counter)
     step_traffic: Counter[str] = field(default_factory=Counter)
@@ -129,7 +131,8 @@ def measure_stage(work: Work, stage: int) -> Measured:
             found = Measured(num_parameters, live.now, layer_parameters, _expert_layers(module))
             found = _forward(work, module, micro, schedule, live, found)
             if work.kind == "actor":
-                found = replace(found, push=_pushed(work, cast(PolicyModule, module), live))
+                push, changing = _pushed(work, cast(PolicyModule, module), live)
+                found = replace(found, push=push, changing=changing)
             if work.training is None:
                 return found
             assert micro is not None, "a reward model is not trained"
@@ -291,15 +294,16 @@ def _forward(
     return replace(found, forward=live.peak, traffic=live.received)
 
 
-def _pushed(work: Work, module: PolicyModule, live: LiveBytes) -> int:
-    """Gather all weights, as a push does; return its peak with the sender's bucket."""
+def _pushed(work: Work, module: PolicyModule, live: LiveBytes) -> tuple[int, int | None]:
+    """Gather all weights, as the first push does; return its peak with the sender's bucket, and `Measured.changing`."""
     weights = ShardedWeights(module.language_model, work.options.dtype, stage=module.stage)
     # transformers converts tensors without memory for it, which would count.
-    weights.specs()
+    specs = weights.specs()
+    changing = [spec.num_bytes for spec in specs if not spec.is_frozen]
     live.restart()
     for _ in weights.gather_parameters():
         pass
-    return live.peak + BUCKET_BYTES
+    return live.peak + BUCKET_BYTES, sum(changing) if len(changing) < len(specs) else None
 
 
 def _update(

@@ -42,6 +42,7 @@ from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
+from ppojob_trainer.planning.traffic import bytes_of_push
 
 __all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
 
@@ -121,7 +122,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         decode_bytes=of_engine + sequences * (prompt + response / 2) * per_token,
         # More sequences than an engine takes at once are generated one group after the other.
         decode_steps=response * max(1, -(-int(sequences) // spec.rollout.max_num_seqs)),
-        weight_bytes=num_parameters * _BFLOAT16,
+        weight_bytes=bytes_of_push(spec, measured["actor"]),
         is_reloaded=_is_reloaded(spec, actor),
         expert_bytes=expert_bytes,
     )

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
-from ppojob_trainer.engines.weights.plans import Receivers, link_plans
+from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
 from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.protocol import FIELDS, Keys
@@ -23,7 +23,7 @@ from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_upda
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 
-__all__ = ["Link", "links_of"]
+__all__ = ["Link", "bytes_of_push", "links_of"]
 
 _BFLOAT16: Final = 2
 _ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
@@ -46,8 +46,15 @@ def links_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mappi
     return [*_weights(spec, measured["actor"]), _batch(spec, roles), *_collectives(spec, roles, measured)]
 
 
+def bytes_of_push(spec: PPOJobSpec, actor: Measured) -> int:
+    """Return the bytes of the weights that a push has; with adapters, those of a later one than the first."""
+    if actor.changing is None or not engines_keep_weights(spec):
+        return actor.num_parameters * _BFLOAT16
+    return actor.changing
+
+
 def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
-    placement, size = spec.placement, actor.num_parameters * _BFLOAT16
+    placement, size = spec.placement, bytes_of_push(spec, actor)
     parts = spec.rollout.tensor_parallel_size
     receivers = [
         Receivers(spec.pool(pool).gpus // parts * parts, pool == placement.actor, num_parts=parts)

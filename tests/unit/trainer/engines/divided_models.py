@@ -29,6 +29,7 @@ from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
 from ppojob_trainer.engines.weights.boxes import Box, inside
+from tests.unit.trainer.engines.kept_weights import stream_of
 
 SIZE = 2
 
@@ -71,10 +72,12 @@ def worker_of(config: VllmConfig, model: nn.Module) -> WeightReceiverExtension:
     return worker
 
 
-def outcome(worker: WeightReceiverExtension, weights: Iterable[tuple[str, Tensor]]) -> bool | str:
+def outcome(
+    worker: WeightReceiverExtension, weights: Iterable[tuple[str, Tensor]], *, is_partial: bool = False
+) -> bool | str:
     """Copy weights in; return whether they were read back, or the refusal."""
     try:
-        return worker._ppojob_load(7, iter(weights), is_compared=True)[0]
+        return worker._ppojob_load(7, stream_of(dict(weights), is_partial=is_partial))[0]
     except WeightSyncError as error:
         return str(error)
 
@@ -119,11 +122,17 @@ def seen_with(path: str) -> dict[str, Any]:
         worker = worker_of(config, model)
         others = negated(weights)
         stale = next(name for name in weights if "o_proj" in name)
+        attention = {name: tensor for name, tensor in weights.items() if ".self_attn." in name}
         return {
             "are_exact": reads.are_exact(model),
             "boxes": reads.boxes(),
             "from_boxes": are_same_from_boxes(model, weights, reads.boxes()),
             "others": outcome(worker, others.items()),
+            "partial": outcome(worker, attention.items(), is_partial=True),
+            "stale in a partial one": outcome(
+                worker, [(n, -t) for n, t in attention.items() if n != stale], is_partial=True
+            ),
+            "partial without a complete one": outcome(worker_of(config, model), attention.items(), is_partial=True),
             "stale": outcome(worker, [pair for pair in weights.items() if pair[0] != stale]),
             "changed": outcome(worker_of(config, Changing(model)), weights.items()),
         }

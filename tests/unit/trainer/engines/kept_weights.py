@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
-from ppojob_trainer.engines.weights.receiver import WeightReceiver
+from ppojob_trainer.engines.weights.receiver import WeightReceiver, WeightStream
 
 
 class Quantized(UnquantizedLinearMethod):
@@ -59,11 +59,26 @@ def outcomes(model: Model) -> dict[str, str]:
     found = {}
     for number, name in enumerate(("compared", "not compared")):
         try:
-            done = worker._ppojob_load(number, iter([("weight", torch.ones(3))]), is_compared=number == 0)
+            done = worker._ppojob_load(number, stream_of({"weight": torch.ones(3)}, is_compared=number == 0))
             found[name] = "read back" if done == (True, None) else "loaded"
         except WeightSyncError:
             found[name] = "refused"
     return found
+
+
+class Arrived(dict[str, Tensor]):
+    """Weights that have come, as a `WeightStream`."""
+
+    is_compared, is_partial = True, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items())
+
+
+def stream_of(weights: dict[str, Tensor], **kind: bool) -> WeightStream:
+    stream = Arrived(weights)
+    vars(stream).update(kind)
+    return cast(WeightStream, stream)
 
 
 class Stream:
@@ -92,10 +107,10 @@ def reads_nothing(*_: object, **__: object) -> tuple[bool, None]:
 def failure(load: Callable[..., Any]) -> dict[str, object]:
     """Receive weights that cannot be loaded; return the answer, and whether the rest of the push was taken."""
     stream, worker = Stream(), WeightReceiverExtension()
-    worker.ppojob_receiver = cast(WeightReceiver, SimpleNamespace(begin=lambda version: stream))
+    worker.ppojob_receiver = cast(WeightReceiver, SimpleNamespace(begin=lambda version, keeps_weights: stream))
     worker.vllm_config, worker.device = VllmConfig(), torch.device("cpu")
     worker._ppojob_load = load  # type: ignore[method-assign]
-    return {"answer": worker.ppojob_receive_weights(1), "is_drained": stream.is_drained}
+    return {"answer": worker.ppojob_receive_weights(1, True), "is_drained": stream.is_drained}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ppojob_trainer.engines.train.fsdp import export_files
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.loading import write_shard
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.weights.buckets import PartlyFrozenSource
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
@@ -101,11 +102,17 @@ def observed_update(engine: FSDPEngine, batch: DataProto) -> dict[str, Any]:
 
 
 def exported(policy: FSDPEngine, folder: Path) -> dict[str, Any]:
-    """Write the export; return the parameters that are trained, and the weights that are sent to the rollout."""
+    """Write the export; return the parameters that are trained, and the weights that are sent to the rollout.
+
+    changing: those of a partial push.
+    """
     written = exported_files(policy, folder / "export")
     weights = policy.weights()
     sent = {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
-    return {"trained": trained(policy), "sent": sent, "written": written}
+    names = [spec.name for spec in weights.specs() if not spec.is_frozen]
+    assert isinstance(weights, PartlyFrozenSource)
+    changing = dict(zip(names, (tensor.clone() for tensor in weights.gather_changing()), strict=True))
+    return {"trained": trained(policy), "sent": sent, "changing": changing, "written": written}
 
 
 def exported_files(policy: FSDPEngine, folder: Path) -> list[str]:

@@ -28,6 +28,7 @@ from ppojob_trainer.engines.rollout import quantized_read_back
 from ppojob_trainer.engines.rollout.options import VLLM_QUANTIZATION
 from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu, quantized_layers, rounding_error
 from tests.ports import server_port
+from tests.unit.trainer.engines.kept_weights import stream_of
 from tests.unit.trainer.engines.reloaded_weights import PASSED, breaking_off, worker_of
 
 Layer = Any
@@ -77,7 +78,7 @@ def outcome(worker: Any, weights: Iterable[tuple[str, Tensor]], defect: str) -> 
     type(layer.quant_method).process_weights_after_loading = processed
     try:
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            done = worker._ppojob_load(7, iter(weights), is_compared=True)
+            done = worker._ppojob_load(7, stream_of(dict(weights)))
     except WeightSyncError as error:
         return str(error)
     finally:

@@ -25,6 +25,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -36,6 +37,8 @@ from tests.ports import server_port
 PASSED = "passed"
 OTHERS = "others"
 BROKEN = "broken off"
+ATTENTION, ATTENTION_AGAIN, QUERIES = "attention alone", "attention again", "queries alone"
+PARTIAL = (ATTENTION, ATTENTION_AGAIN, QUERIES)
 NUM_TOKENS = 20
 
 
@@ -58,6 +61,11 @@ def pushes(path: str) -> dict[str, list[tuple[str, Tensor]]]:
         # Some loaders raise another error for it, in the middle of the push.
         "a name too many": [*sent, ("model.layers.0.mlp.extra_bias", torch.ones(3))],
         "all at last": sent,
+        ATTENTION: [(name, -tensor) for name, tensor in sent if ".self_attn." in name],
+        ATTENTION_AGAIN: [(name, tensor) for name, tensor in sent if ".self_attn." in name],
+        # vLLM fuses them with others.
+        QUERIES: [(name, tensor) for name, tensor in sent if ".self_attn.q" in name],
+        "all after a partial one": sent,
     }
 
 
@@ -84,10 +92,10 @@ def worker_of(config: VllmConfig, model: nn.Module) -> WeightReceiverExtension:
     return worker
 
 
-def outcome(worker: WeightReceiverExtension, weights: Iterator[tuple[str, Tensor]]) -> str:
+def outcome(worker: WeightReceiverExtension, weights: Iterator[tuple[str, Tensor]], *, is_partial: bool) -> str:
     try:
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            worker._ppojob_reload(7, weights)
+            worker._ppojob_reload(7, weights, is_partial=is_partial)
     except (WeightSyncError, ValueError, KeyError) as error:
         return str(error)
     return PASSED
@@ -115,15 +123,38 @@ def reloaded(path: str) -> dict[str, Any]:
         initialize_model_parallel()
         model = get_model(vllm_config=config)
     from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    computed_from_disk = linear_outputs(config, model)
     worker = worker_of(config, model)
     found: dict[str, dict[str, Any]] = {}
+    sent = pushes(path)["all"]
     for name, weights in pushes(path).items():
-        found[name] = {"says": outcome(worker, breaking_off(weights) if name == BROKEN else iter(weights))}
+        arriving = breaking_off(weights) if name == BROKEN else iter(weights)
+        found[name] = {"says": outcome(worker, arriving, is_partial=name in PARTIAL)}
         if found[name]["says"] == PASSED:
             found[name]["changed"] = changed(model, from_disk)
+            found[name]["signs"] = signs(computed_from_disk, linear_outputs(config, model))
             found[name]["apart"] = apart(config, model, path, is_negative=name == OTHERS)
-            found[name]["head_apart"] = head_apart(config, model, dict(weights))
+            found[name]["head_apart"] = head_apart(config, model, dict(weights if name not in PARTIAL else sent))
     return found
+
+
+@torch.no_grad()
+def linear_outputs(config: VllmConfig, model: nn.Module) -> dict[str, Tensor]:
+    """Return what each linear layer computes: on the CPU, vLLM packs their weights, and leaves empty parameters."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            inputs = torch.randn(NUM_TOKENS, layer.input_size, generator=torch.Generator().manual_seed(3))
+            with set_current_vllm_config(config):
+                found[name] = layer.quant_method.apply(layer, inputs, layer.bias)
+    return found
+
+
+def signs(before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, int]:
+    """Return for each layer 1 if it computes the same as before, -1 if the negative of it, and 0 otherwise."""
+    equal = {name: torch.allclose(now[name], tensor, atol=1e-6) for name, tensor in before.items()}
+    negative = {name: torch.allclose(now[name], -tensor, atol=1e-6) for name, tensor in before.items()}
+    return {name: equal[name] - negative[name] for name in before}
 
 
 @torch.no_grad()

@@ -124,7 +124,14 @@ def test_the_parameters_of_a_rank_are_read_back(found: Found, model: str) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("fault", ["stale", "changed"])
+def test_after_a_partial_push_all_parameters_of_a_rank_are_read_back(found: Found, model: str) -> None:
+    for rank in found[model]:
+        assert rank["partial"] is True
+        assert rank["partial without a complete one"] is False, "there is nothing to compare the rest with"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fault", ["stale", "stale in a partial one", "changed"])
 def test_a_rank_with_other_parameters_is_reported(found: Found, model: str, fault: str) -> None:
     for rank in found[model]:
         assert "vLLM's parameters are not version 7 of the weights" in rank[fault]

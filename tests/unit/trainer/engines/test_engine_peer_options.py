@@ -347,6 +347,16 @@ def test_ranks_of_a_group_stay_equal(seen: Seen) -> None:
             torch.testing.assert_close(mine[key], seen.first[key], atol=0, rtol=0)
 
 
+def test_a_partial_push_gathers_the_modules_with_adapters(seen: Seen) -> None:
+    lora = seen.layout.lora
+    for mine in seen.ranks:
+        expected = {name: mine["sent"][name] for name in seen.of_one["changing"]}
+        torch.testing.assert_close(mine["changing"], expected, atol=0, rtol=0)
+        assert (len(mine["changing"]) < len(mine["sent"])) == (lora is not None)
+        if lora == OF_ATTENTION:
+            assert all(".self_attn." in name for name in mine["changing"])
+
+
 def test_one_rank_reads_its_checkpoint_and_exports_the_same_bytes(
     seen: Seen, parallel: ParallelMesh, tmp_path: Path
 ) -> None:

@@ -85,3 +85,33 @@ def test_one_bit_is_seen() -> None:
 def test_a_model_of_another_dtype_is_not_compared() -> None:
     model = Fused(torch.float32)
     assert not loaded(weights(), model).check(model)
+
+
+def partly_loaded(sent: dict[str, Tensor], model: Fused, earlier: ReadBack) -> ReadBack:
+    transfer = ReadBack(21, earlier)
+    model.load_weights(transfer.passing(sent.items()))
+    return transfer
+
+
+@pytest.mark.parametrize("names", ["q", "qk", "qkv"])
+def test_after_a_partial_transfer_the_rest_counts_as_it_came_before(names: str) -> None:
+    model = Fused()
+    earlier = loaded(weights(), model)
+    assert earlier.check(model)
+    for _ in range(2):
+        newer = {name: tensor + 1 for name, tensor in weights().items() if name in names}
+        assert partly_loaded(newer, model, earlier).check(model)
+        assert partly_loaded({name: weights()[name] for name in names}, model, earlier).check(model)
+
+
+@pytest.mark.parametrize("row", [0, 5, 11])
+def test_a_partial_transfer_that_left_a_row_stale_or_changed_another_one_is_reported(row: int) -> None:
+    model = Fused()
+    earlier = loaded(weights(), model)
+    before = model.qkv.detach()[row].clone()
+    newer = {name: tensor + 1 for name, tensor in weights().items() if name in "qk"}
+    transfer = partly_loaded(newer, model, earlier)
+    # The last row did not come; others are put back to what they were.
+    model.qkv.data[row] = before if row < 8 else before + 1
+    with pytest.raises(WeightSyncError, match="not version 21"):
+        transfer.check(model)

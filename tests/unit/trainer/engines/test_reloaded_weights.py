@@ -55,7 +55,9 @@ VARIANTS = {
     if FAMILIES[pair[0]].push is Support.TESTED and name not in LEFT_OUT
 }
 # The pushes of all weights, the last two after pushes that broke off.
-WHOLE = ("all", "all again", "all after a broken one", "all at last")
+WHOLE = ("all", "all again", "all after a broken one", "all at last", "all after a partial one")
+# Pushes that bring some layers. The second one brings back what the first one has changed.
+PARTIAL = ("attention alone", "attention again")
 WITH_EXPERTS = [name for name, (_, settings) in VARIANTS.items() if "num_experts_per_tok" in settings]
 
 
@@ -92,8 +94,25 @@ def test_a_push_leaves_what_vllm_reads_from_disk(reloaded: dict[str, Any], varia
     assert others["changed"]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_partial_push_changes_the_layers_that_it_brings_and_no_others(reloaded: dict[str, Any], variant: str) -> None:
+    alone, again = (reloaded[variant][push] for push in PARTIAL)
+    assert (alone["says"], again["says"], again["changed"]) == ("passed", "passed", [])
+    # Their weights came with the other sign.
+    assert alone["signs"] == {name: -1 if ".self_attn." in name else 1 for name in again["signs"]}
+    assert set(again["signs"].values()) == {1}
+    assert all(".self_attn." in name for name in alone["changed"])
+
+
+# Checkpoints of phi3 have fused layers themselves.
+@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family != "phi3"])
+def test_a_partial_push_with_a_part_of_a_fused_layer_fails(reloaded: dict[str, Any], variant: str) -> None:
+    says = reloaded[variant]["queries alone"]["says"]
+    assert re.search(r"without all of their weights: model\.layers\.0\.self_attn\.(qkv|fused_qkv_a)_proj", says)
+
+
 @pytest.mark.parametrize("variant", WITH_EXPERTS)
-@pytest.mark.parametrize("push", [*WHOLE, "others"])
+@pytest.mark.parametrize("push", [*WHOLE, *PARTIAL, "others"])
 def test_after_a_push_vllms_experts_compute_what_transformers_computes(
     reloaded: dict[str, Any], variant: str, push: str
 ) -> None:
@@ -102,7 +121,7 @@ def test_after_a_push_vllms_experts_compute_what_transformers_computes(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("push", [*WHOLE, "others"])
+@pytest.mark.parametrize("push", [*WHOLE, *PARTIAL, "others"])
 def test_after_a_push_the_head_has_the_pushed_weights(reloaded: dict[str, Any], variant: str, push: str) -> None:
     # A tied head on the CPU has a packed copy of the embedding.
     assert reloaded[variant][push]["head_apart"] < 1e-5

@@ -20,7 +20,7 @@ from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.role_memory import Measured, Work, measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
-from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config, write_experts
+from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, job, write_config, write_experts
 from tests.unit.trainer.planning.stubs import H200, MB, plan, stub
 
 
@@ -288,6 +288,24 @@ def test_gpus_of_a_divided_engine_in_another_pool_get_their_part_of_the_weights(
     assert weights["way"] == way
     # In bfloat16; each of four GPUs gets a half.
     assert (weights["bytes_each"], weights["number"]) == (found.roles["actor"].measured.num_parameters, 4)
+
+
+def test_with_adapters_a_push_has_what_they_change_if_engines_keep_the_rest(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+
+    def sent(target: str, *, sleep: bool) -> float:
+        actor = {"path": path, "lora": {"rank": 4, "targetModules": [target]}}
+        found = plan_job(job(path, model={"actor": actor}, rollout={"sleep": sleep}), {"all": H200}, runner=measure)
+        [weights] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "weights"]
+        return float(weights["bytes_each"])
+
+    # In bfloat16: all layers of a module with adapters, because engines fuse some. Four heads, two of keys and values.
+    keys, intermediate = HIDDEN // 2, 512
+    queries_and_outputs, biases = 2 * HIDDEN * HIDDEN, HIDDEN + 2 * keys
+    assert sent("q_proj", sleep=False) == 2 * LAYERS * (queries_and_outputs + 2 * HIDDEN * keys + biases)
+    assert sent("down_proj", sleep=False) == 2 * LAYERS * 3 * HIDDEN * intermediate
+    # Engines that sleep need everything again.
+    assert sent("q_proj", sleep=True) > 2 * measure_parameters(tmp_path)
 
 
 def test_the_report_of_divided_experts_says_what_it_assumes(tmp_path: Path) -> None:

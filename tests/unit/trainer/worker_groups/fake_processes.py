@@ -95,7 +95,9 @@ def actor(sends: Callable[[int], Receipt] = receipt) -> Processes:
         {
             ActorWorker.open_weights: opened,
             ActorWorker.connect_weights: lambda: [{"NET/IB": 1}, {}, {}, {}],
-            ActorWorker.push_weights: lambda version: [[sends(version)] * len(of_rank) for of_rank in links],
+            ActorWorker.push_weights: lambda version, is_partial: [
+                [sends(version)] * len(of_rank) for of_rank in links
+            ],
         },
     )
 

@@ -196,8 +196,9 @@ class RolloutEngine:
     async def update_weights(self, version: int) -> list[Receipt]:
         """Load the weights that the trainer's `push(version)` sends at the same time; return each worker's receipt.
 
-        After a failure, the weights may be of two versions: the engine refuses to generate until the next push is
-        complete. If weights may change in flight, vLLM stays paused until `resume`, and requests wait.
+        After a failure, the weights may be of two versions: the engine refuses to generate until the next push, which
+        must be complete, as after a sleep. If weights may change in flight, vLLM stays paused until `resume`, and
+        requests wait.
 
         Raises:
             RolloutError: the engine is asleep, it is generating and may not change weights in flight, or the transfer
@@ -209,10 +210,10 @@ class RolloutEngine:
             await self._pause()
         else:
             self._refuse_while_running("weights cannot change under them")
-        self._has_weights = False
+        keeps_weights, self._has_weights = self._has_weights, False
         rounds_together = self.options.quantization is not None and self.options.tensor_parallel_size > 1
         limit_s = self.options.timeout_seconds * (_SHARE_OF_A_PUSH if rounds_together else 1.0)
-        receipts = await self._workers("ppojob_receive_weights", version, limit_s=limit_s)
+        receipts = await self._workers("ppojob_receive_weights", version, keeps_weights, limit_s=limit_s)
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         if self.options.updates_in_flight:

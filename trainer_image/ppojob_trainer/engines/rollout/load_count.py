@@ -6,34 +6,58 @@ and a layer without new weights keeps the old ones. vLLM counts the numbers of e
 (`vllm.model_executor.model_loader.reload`). These counts are compared here when all weights have come. Tensors that
 vLLM does not count, such as the bias of a router's scores, are copied at once: they are read back. Called by the worker
 extension, for every push.
+
+In a partial push, most layers get no weights on purpose and keep their own. A layer that gets some must still get all.
+The model takes as many numbers as came; a part of it, as many as in the first partial push over the connection, in
+which the extension compares what the loaders read of each weight with the complete push before.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import inplace, layerwise
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from ppojob_trainer.engines.errors import WeightSyncError
 
-__all__ = ["counted_load"]
+__all__ = ["Expected", "counted_load"]
 
 _SHOWN: Final = 4
+_WARNINGS: Final = {
+    layerwise.logger.name: "%s: Failed to load weights",
+    inplace.logger.name: "Following weights were not loaded from checkpoint: %s",
+}
+"""vLLM's warnings of layers that get no weights. Those of a partial push are many, and are checked here."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a load must bring.
+
+    is_whole: the model is not divided over GPUs, so it takes as many numbers as came. is_partial: layers may get
+    nothing. num_taken: how many numbers a part of a model takes; None: unknown.
+    """
+
+    is_whole: bool
+    is_partial: bool = False
+    num_taken: int | None = None
 
 
 @contextmanager
-def counted_load(model: nn.Module, version: int, *, is_whole: bool) -> Iterator[None]:
+def counted_load(model: nn.Module, version: int, expected: Expected) -> Iterator[Callable[[], int]]:
     """Count what the model's `load_weights` takes in the block; check it at the end, when the model is complete again.
 
-    Args:
-        is_whole: the model is not divided over GPUs, so it takes as many numbers as came.
+    Yields a function that returns how many numbers were taken; call it after the block.
 
     Raises:
         WeightSyncError: some weights were not taken, or some layers got no or not all weights.
@@ -49,7 +73,8 @@ def counted_load(model: nn.Module, version: int, *, is_whole: bool) -> Iterator[
 
     model.load_weights = counting  # type: ignore[assignment]
     try:
-        yield
+        with _without_warnings() if expected.is_partial else nullcontext():
+            yield lambda: sum(counted.num_taken for counted in loads)
     finally:
         del model.load_weights
     if not loads:
@@ -58,7 +83,22 @@ def counted_load(model: nn.Module, version: int, *, is_whole: bool) -> Iterator[
             "this with the model's config.json"
         )
     for counted in loads:
-        counted.check(version, is_whole=is_whole)
+        counted.check(version, expected)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg != _WARNINGS[record.name]
+
+    loggers = [logging.getLogger(name) for name in _WARNINGS]
+    for one in loggers:
+        one.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(is_other)
 
 
 class _Load:
@@ -87,26 +127,33 @@ class _Load:
         """Read vLLM's counts; call it before vLLM resets them."""
         self._taken = {name: self._taken_by(name) for name in self._layers}
 
-    def check(self, version: int, *, is_whole: bool) -> None:
+    @property
+    def num_taken(self) -> int:
+        """How many numbers all layers took."""
+        return sum(self._taken.values())
+
+    def check(self, version: int, expected: Expected) -> None:
         """Compare the counts.
 
         Raises:
             WeightSyncError: with the numbers and the first layers.
         """
-        num_taken = sum(self._taken.values())
-        incomplete = [name for name in self._layers if self._is_incomplete(name)] + self._not_copied()
-        if not incomplete and (num_taken == self._num_came or not is_whole):
+        num_taken, wanted = self.num_taken, self._num_came if expected.is_whole else expected.num_taken
+        filled = [name for name in self._layers if self._taken[name] or not expected.is_partial]
+        incomplete = [name for name in filled if self._is_incomplete(name)]
+        incomplete += self._not_copied(expected)
+        if not incomplete and wanted in (None, num_taken):
             return
         more = f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""
         layers = f"; layers without all of their weights: {', '.join(incomplete[:_SHOWN])}{more}" if incomplete else ""
         raise WeightSyncError(
             f"vLLM's model does not hold version {version} of the weights, though all of it arrived: its loader for "
-            f"{type(self._model).__name__} took {num_taken} of {self._num_came} numbers{layers}. "
+            f"{type(self._model).__name__} took {num_taken} of {wanted or self._num_came} numbers{layers}. "
             "Create another PPOJob with spec.model.actor.path of a family whose push to vLLM is tested "
             "(docs/support-matrix.md), and report this with the config.json of the present one"
         )
 
-    def _not_copied(self) -> list[str]:
+    def _not_copied(self, expected: Expected) -> list[str]:
         """Return the names of the tensors that are not counted and did not come, or are not in the model."""
         held = dict(self._model.named_parameters(remove_duplicate=False))
         wrong = [
@@ -114,6 +161,8 @@ class _Load:
             for name, tensor in self._copied.items()
             if name not in held or not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
         ]
+        if expected.is_partial:
+            return wrong
         came = {id(held[name]) for name in self._copied if name in held}
         # A router and its experts share one.
         named = self._model.named_parameters()

@@ -35,6 +35,7 @@ class _Weight:
     has_other_reads: something was read that is no box.
     """
 
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     begin: int
@@ -50,8 +51,11 @@ class _Weight:
 class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module's docstring. It is a context manager, for one load."""
 
-    def __init__(self, on_read: Callable[[Tensor], None] | None = None) -> None:
-        """`on_read` gets the numbers of each box when it is first read: each number once, if the reads are exact."""
+    def __init__(self, on_read: Callable[[str, Tensor], None] | None = None) -> None:
+        """`on_read` gets the weight's name and the numbers of each box when it is first read.
+
+        It gets each number once, if the reads are exact.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_read = on_read
         self._weights: dict[str, _Weight] = {}
@@ -63,7 +67,7 @@ class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Yield (name, tensor) unchanged, and know them from then on. The tensors must be contiguous."""
         for name, tensor in tensors:
             begin = int(tensor.storage_offset()) * tensor.element_size()
-            weight = _Weight(tuple(tensor.shape), tensor.dtype, begin, begin + int(tensor.nbytes))
+            weight = _Weight(name, tuple(tensor.shape), tensor.dtype, begin, begin + int(tensor.nbytes))
             self._weights[name] = weight
             storage = tensor.untyped_storage()
             if storage._cdata not in self._in_storage:
@@ -109,7 +113,7 @@ class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif box not in weight.boxes:
                 weight.boxes.add(box)
                 if self._on_read is not None:
-                    self._on_read(tensor)
+                    self._on_read(weight.name, tensor)
 
 
 def _is_view(func: Any) -> bool:

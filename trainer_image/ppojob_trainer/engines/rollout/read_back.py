@@ -3,14 +3,16 @@
 The checksums of a transfer cover the bytes that arrived. Then vLLM's `load_weights` renames, fuses and pads them. All
 of this preserves one number, the sum of all parameters' bit patterns, which is compared here. For a model that is
 divided over GPUs, only the boxes that this GPU's loaders read count (`loader_reads`). Some models leave out weights on
-purpose, such as layers for speculative decoding: this is logged, and nothing is compared. Called by the worker
-extension. Pure torch, and exact.
+purpose, such as layers for speculative decoding: this is logged, and nothing is compared. After a partial transfer, all
+parameters are compared too: the sums of the tensors that did not come are those of the last complete transfer. Called
+by the worker extension. Pure torch, and exact.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +28,23 @@ logger = logging.getLogger(__name__)
 class ReadBack:
     """Follows one weight transfer: `passing` or `add` while the weights are loaded, then `check`."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, earlier: ReadBack | None = None) -> None:
+        """`earlier`: the complete transfer before a partial one; its tensors count where none of that name comes."""
         self._version = version
-        self._sums: list[Tensor] = []
-        self._dtypes: set[torch.dtype] = set()
-        self._num_numbers = 0
+        self._came: dict[str, _Numbers] = {}
+        self._earlier = {} if earlier is None else earlier._came
 
     def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and add up the tensors."""
         for name, tensor in tensors:
-            self.add(tensor)
+            self.add(name, tensor)
             yield name, tensor
 
-    def add(self, tensor: Tensor) -> None:
-        """Add up numbers that belong into the model."""
-        self._sums.append(bits_of(tensor))
-        self._dtypes.add(tensor.dtype)
-        self._num_numbers += tensor.numel()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add up numbers of a weight that belong into the model."""
+        came = self._came.setdefault(name, _Numbers(tensor.dtype))
+        came.sums.append(bits_of(tensor))
+        came.number += tensor.numel()
 
     def check(self, model: nn.Module) -> bool:
         """Compare with the parameters of the model, or of this GPU's part of it; return whether this was possible.
@@ -54,14 +56,17 @@ class ReadBack:
             WeightSyncError: some of the weights are not in the model, or the model has some that were not sent.
         """
         parameters = [parameter.detach() for parameter in model.parameters()]
-        if {parameter.dtype for parameter in parameters} != self._dtypes:
+        weights = (self._earlier | self._came).values()
+        if {parameter.dtype for parameter in parameters} != {weight.dtype for weight in weights}:
             return False
-        left_out = self._num_numbers - sum(parameter.numel() for parameter in parameters)
+        num_numbers = sum(weight.number for weight in weights)
+        left_out = num_numbers - sum(parameter.numel() for parameter in parameters)
         name = type(model).__name__
         if left_out > 0:
-            logger.warning("vLLM's loader for %s leaves out %d of %d numbers", name, left_out, self._num_numbers)
+            logger.warning("vLLM's loader for %s leaves out %d of %d numbers", name, left_out, num_numbers)
             return False
-        came, held = int(total_of(self._sums)), int(total_of([bits_of(parameter) for parameter in parameters]))
+        came = int(total_of([one for weight in weights for one in weight.sums]))
+        held = int(total_of([bits_of(parameter) for parameter in parameters]))
         if came != held:
             raise WeightSyncError(
                 f"vLLM's parameters are not version {self._version} of the weights, though all of it arrived: the sum "
@@ -69,6 +74,15 @@ class ReadBack:
                 "them"
             )
         return True
+
+
+@dataclass
+class _Numbers:
+    """Those of a weight that belong into the model: how many, and the sums of their bit patterns."""
+
+    dtype: torch.dtype
+    number: int = 0
+    sums: list[Tensor] = field(default_factory=list)
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ only packed copies, and `load_weights` finds empty parameters). Both keep addres
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
 A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`).
+A partial push, of a model that is trained with adapters, brings some layers, each as a whole. A copy changes nothing
+else, and vLLM's reload gives all layers without new weights back what they had.
 
 Failures of the connection and of a push are returned, not raised: vLLM 0.32 stops to read the answers of an engine's
 workers at the first one that failed, and would take the others' for answers to the next call.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias
@@ -33,7 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from ppojob_trainer.engines.rollout.load_count import counted_load
+from ppojob_trainer.engines.rollout.load_count import Expected, counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
 from ppojob_trainer.engines.rollout.owner import end_with
@@ -45,7 +48,7 @@ from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink
-from ppojob_trainer.engines.weights.receiver import WeightReceiver
+from ppojob_trainer.engines.weights.receiver import WeightReceiver, WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,11 @@ class WeightReceiverExtension:
     rank: int
     model_runner: Any
     use_v2_model_runner: bool
+
+    ppojob_read_back: ReadBack | None = None
+    """The last complete push over the connection, if it was compared: partial ones bring only some of its tensors."""
+    ppojob_num_taken: int | None = None
+    """The numbers that the loaders took of the first partial push over the connection."""
 
     def ppojob_end_with(self, owner: int) -> None:
         """End this process when the process with the number `owner` is gone."""
@@ -109,16 +117,17 @@ class WeightReceiverExtension:
         return self.ppojob_receiver.transports()
 
     @returns_failures
-    def ppojob_receive_weights(self, version: int) -> dict[str, Any]:
+    def ppojob_receive_weights(self, version: int, keeps_weights: bool) -> dict[str, Any]:
         """Load the next weights, which must be `version`; return the receipt as a dictionary.
 
-        If that fails, the rest of the push is received all the same, so that the other engines get theirs.
+        A partial push is refused unless the engine has kept its weights since its last complete push. If loading fails,
+        the rest of the push is received all the same, so that the other engines get theirs.
         """
         receiver = self.ppojob_receiver
-        stream = receiver.begin(version)
+        stream = receiver.begin(version, keeps_weights=keeps_weights)
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                is_read_back, boxes = self._ppojob_load(version, iter(stream), is_compared=stream.is_compared)
+                is_read_back, boxes = self._ppojob_load(version, stream)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             receipt = stream.receipt()
@@ -129,58 +138,69 @@ class WeightReceiverExtension:
             receiver.ask_for(boxes)
         return asdict(replace(receipt, is_read_back=is_read_back))
 
-    def _ppojob_load(
-        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]], *, is_compared: bool
-    ) -> tuple[bool, Boxes | None]:
+    def _ppojob_load(self, version: int, stream: WeightStream) -> tuple[bool, Boxes | None]:
         """Load weights.
 
         Returns:
             Whether they were read back and compared, and which boxes of them were read: of a compared load into a
             tensor-parallel part of a model.
         """
-        model = self.model_runner.get_model()
+        model, tensors = self.model_runner.get_model(), iter(stream)
         is_copied = self._ppojob_copies(model)
-        load = model.load_weights if is_copied else partial(self._ppojob_reload, version)
-        if not is_compared:
+        load = model.load_weights if is_copied else partial(self._ppojob_reload, version, is_partial=stream.is_partial)
+        if not stream.is_compared:
             load(tensors)
             return False, None
         if is_quantized(model):
             return self._ppojob_quantize(version, tensors)
-        read_back = ReadBack(version)
+        earlier = self.ppojob_read_back if stream.is_partial else None
+        is_read_back = is_copied and (earlier is not None or not stream.is_partial)
+        read_back, boxes = ReadBack(version, earlier), None
         if self._ppojob_is_whole():
-            load(read_back.passing(tensors) if is_copied else tensors)
-            return is_copied and read_back.check(model), None
-        with LoaderReads(read_back.add if is_copied else None) as reads:
-            load(reads.passing(tensors))
-        return reads.are_exact(model) and is_copied and read_back.check(model), reads.boxes()
+            load(read_back.passing(tensors) if is_read_back else tensors)
+        else:
+            with LoaderReads(read_back.add if is_read_back else None) as reads:
+                load(reads.passing(tensors))
+            boxes, is_read_back = reads.boxes(), reads.are_exact(model) and is_read_back
+        is_equal = is_read_back and read_back.check(model)
+        if not stream.is_partial:
+            self.ppojob_read_back = read_back if is_equal else None
+        return is_equal, boxes
 
     def _ppojob_copies(self, model: nn.Module) -> bool:
         """Whether weights are copied into the model's parameters, and need no reload."""
         return self.device.type == "cuda" and keeps_weights_as_they_come(model)
 
     def _ppojob_quantize(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[bool, Boxes | None]:
-        """Have vLLM round weights to its format, and compare them; return what `_ppojob_load` returns."""
+        """Have vLLM round weights to its format, and compare them; return what `_ppojob_load` returns.
+
+        Each push must be complete: what is compared is that all layers were rounded in this push.
+        """
         model = self.model_runner.get_model()
         with read_back_quantized(model, version) as read_back:
             if self._ppojob_is_whole():
                 self._ppojob_reload(version, read_back.passing(tensors))
                 return read_back.check(are_all_known=True), None
-            with LoaderReads(read_back.add) as reads:
+            with LoaderReads(lambda _, tensor: read_back.add(tensor)) as reads:
                 self._ppojob_reload(version, reads.passing(tensors))
             return read_back.check(are_all_known=reads.are_exact(model)), reads.boxes()
 
-    def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load weights by vLLM's own means, and count them. After any error, the next whole push loads correctly."""
-        model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            forget_expert_kernels(model)
+    def _ppojob_reload(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]], *, is_partial: bool = False
+    ) -> None:
+        """Load weights by vLLM's own means, and count them. After any error, the next complete push loads correctly."""
+        model, is_on_cpu = self.model_runner.get_model(), self.device.type == "cpu"
+        expected = Expected(self._ppojob_is_whole(), is_partial, self.ppojob_num_taken if is_partial else None)
         try:
-            with counted_load(model, version, is_whole=self._ppojob_is_whole()):
+            kernels = new_expert_kernels(model) if is_on_cpu else nullcontext()
+            with kernels, counted_load(model, version, expected) as num_taken:
                 self.model_runner.reload_weights(weights_iterator=tensors)
         except BaseException:
             abandon_reload(model)
             raise
-        if self.device.type == "cpu":
+        if is_partial:
+            self.ppojob_num_taken = num_taken()
+        if is_on_cpu:
             pack_tied_heads(model)
 
     def _ppojob_is_whole(self) -> bool:
@@ -192,6 +212,7 @@ class WeightReceiverExtension:
         receiver = self.__dict__.pop("ppojob_receiver", None)
         if receiver is not None:
             receiver.close()
+        self.ppojob_read_back = self.ppojob_num_taken = None
 
 
 def keeps_weights_as_they_come(model: nn.Module) -> bool:
@@ -223,16 +244,24 @@ def abandon_reload(model: nn.Module) -> None:
     LOADING_LAYERS.clear()
 
 
-def forget_expert_kernels(model: nn.Module) -> None:
-    """Have vLLM pack experts for the CPU again when they are reloaded.
+@contextmanager
+def new_expert_kernels(model: nn.Module) -> Iterator[None]:
+    """Have vLLM pack experts for the CPU again when they are reloaded in the block.
 
     vLLM 0.32 packs them only while a layer has no kernel. After a reload, the kernel would read unpacked weights as if
     they were packed, and compute other numbers. No CUDA graph holds a kernel on the CPU, so a new one may replace it.
+    Experts that are not reloaded stay packed, and get their kernel back.
     """
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = {method: method.moe_kernel for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
+    for method in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels.items():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
 
 def pack_tied_heads(model: nn.Module) -> None:

@@ -148,7 +148,8 @@ class TrainEngine(Protocol):
         """Return the current parameters for the rollout engines: whole, on the device, in the engine's dtype.
 
         They are those of the causal language model under HuggingFace's names, tied ones once, adapters merged. All
-        ranks gather them in the same order. Policies only.
+        ranks gather them in the same order. Policies only. If training changes only some of them, a
+        `PartlyFrozenSource` has later pushes leave out the others.
         """
         ...
 

@@ -12,7 +12,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,13 +29,15 @@ _ALIGNMENT: Final = 16
 class TensorSpec:
     """One parameter, by its name in a HuggingFace checkpoint.
 
-    shape: of the whole tensor. boxes: what is sent of it, without overlap; None: all of it.
+    shape: of the whole tensor. boxes: what is sent of it, without overlap; None: all of it. is_frozen: training never
+    changes it, so engines that have it need it no more.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[Box, ...] | None = None
+    is_frozen: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -64,6 +66,15 @@ class WeightSource(Protocol):
 
     def gather(self) -> Iterator[Tensor]:
         """Yield each full parameter; the next one may reuse its memory. Collective: every rank iterates to the end."""
+        ...
+
+
+@runtime_checkable
+class PartlyFrozenSource(WeightSource, Protocol):
+    """A source that can leave out the parameters whose specs say that they are frozen."""
+
+    def gather_changing(self) -> Iterator[Tensor]:
+        """Yield the parameters that are not frozen, as `gather` does."""
         ...
 
 
@@ -135,7 +146,13 @@ def buckets_from_text(text: bytes) -> list[Bucket]:
     return [
         Bucket(
             tuple(
-                TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"], boxes_from_json(spec["boxes"]))
+                TensorSpec(
+                    spec["name"],
+                    tuple(spec["shape"]),
+                    spec["dtype"],
+                    boxes_from_json(spec["boxes"]),
+                    spec["is_frozen"],
+                )
                 for spec in entry["specs"]
             ),
             tuple(entry["offsets"]),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from ppojob_api.v1alpha1.runtime import Device
+from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 Backend: TypeAlias = Literal["gloo", "nccl", "cuda_ipc"]
 
@@ -58,6 +59,16 @@ class Receivers:
     on_actor: bool
     lost: frozenset[int] = frozenset()
     num_parts: int = 1
+
+
+def engines_keep_weights(spec: PPOJobSpec) -> bool:
+    """Whether engines still have at a push what the push before brought, so that it need not come again.
+
+    Engines that sleep discard it. FP8 engines have it, but their weights are compared only where a push brings all
+    layers (`quantized_read_back`).
+    """
+    sleep = any(spec.engines_sleep_in(pool) for pool in spec.placement.rollout_pools)
+    return not sleep and spec.rollout.quantization is None
 
 
 def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -> list[LinkPlan]:

@@ -1,7 +1,7 @@
 """The end of a weight transfer in vLLM's worker processes; `sender` is the other one.
 
 Used by the worker extension. It refuses weights of another version, boxes that are not those of the trainer's weights,
-and boxes that do not suffice any more.
+boxes that do not suffice any more, and a partial push to an engine that does not have all other tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError, Weig
 from ppojob_trainer.engines.network import connect
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.announcements import (
-    BUCKETS,
-    DIVIDED_BUCKETS,
     Announcement,
     announcement_key,
     boxes_key,
@@ -51,7 +49,8 @@ class WeightReceiver:
         """
         self._link, self._rank, self._num_receipts = link, rank, 0
         self._asked: Mapping[str, tuple[Box, ...]] | None = None
-        self._is_divided = False
+        self._layouts: dict[str, list[Bucket]] = {}
+        self._last: WeightStream | None = None
         try:
             self._store = connect(link.address, link.port, link.timeout_seconds)
             self._channel = open_channel(
@@ -62,17 +61,19 @@ class WeightReceiver:
                 f"rollout receiver {rank} of {link.num_receivers} did not reach the trainer's rank at "
                 f"{link.address}:{link.port} within {link.timeout_seconds:g} s: {error}"
             ) from error
-        self._buckets = buckets_from_text(self._store.get(BUCKETS))
 
     def transports(self) -> Transports:
         """Return the transports by which this receiver passes weights on to others."""
         return self._channel.transports()
 
-    def begin(self, version: int) -> WeightStream:
+    def begin(self, version: int, *, keeps_weights: bool = True) -> WeightStream:
         """Return the tensors of the next push.
 
+        Args:
+            keeps_weights: the engine still has what it loaded last, so a partial push is enough.
+
         Raises:
-            WeightSyncError: the push has another version, or other boxes than this receiver asked for.
+            WeightSyncError: the push has another version, or is partial and the engine needs all tensors.
             WeightLinkError: the sender did not start in time.
         """
         key = announcement_key(self._num_receipts)
@@ -81,13 +82,22 @@ class WeightReceiver:
         except (dist.DistError, RuntimeError) as error:
             raise WeightLinkError(f"the trainer did not begin to send version {version}: {error}") from error
         self._num_receipts += 1
-        if announced.is_divided and not self._is_divided:
-            self._buckets = buckets_from_text(self._store.get(DIVIDED_BUCKETS))
-            self._is_divided = True
-        stream = WeightStream(announced, self._buckets, self._channel)
+        key = announced.buckets_key
+        if key not in self._layouts:
+            self._layouts[key] = buckets_from_text(self._store.get(key))
+        stream = WeightStream(announced, self._layouts[key], self._channel)
+        # All others were loaded through this receiver: the first push is never partial.
+        has_others = keeps_weights and self._last is not None and self._last.is_loaded
+        self._last = stream
         if announced.version != version:
             stream.drain()
             raise WeightSyncError(f"the trainer sends version {announced.version} of the weights, wanted was {version}")
+        if announced.is_partial and not has_others:
+            stream.drain()
+            raise WeightSyncError(
+                f"version {version} of the weights has only the tensors that training changes, and this engine does "
+                "not have the others: it was connected anew, its last push failed, or it released its weights"
+            )
         return stream
 
     def ask_for(self, boxes: Mapping[str, tuple[Box, ...]]) -> None:
@@ -97,17 +107,21 @@ class WeightReceiver:
             boxes: of each weight, without overlap, in order.
 
         Raises:
-            WeightSyncError: the loaders read other boxes than in the push before, and those were not sent.
+            WeightSyncError: the loaders read other boxes than in the first push. Of boxes, those were not sent; of a
+                partial push, some weights may have been skipped.
         """
         if self._asked is None:
             self._asked = boxes
             if self._link.is_divided:
                 self._store.set(boxes_key(self._rank), json.dumps(boxes, sort_keys=True))
-        elif self._is_divided and boxes != self._asked:
-            first = next(name for name in self._asked if boxes.get(name) != self._asked[name])
+            return
+        assert self._last is not None, "a push comes first"
+        # A partial push has some of them.
+        others = [name for name in boxes if boxes[name] != self._asked.get(name)]
+        if others and (self._last.is_divided or self._last.is_partial):
             raise WeightSyncError(
-                f"vLLM's loader reads other parts of the weights than before: {boxes.get(first)} of {first}, and "
-                f"{self._asked[first]} was sent; report this with the model's config.json"
+                f"vLLM's loader reads other parts of the weights than before: {boxes[others[0]]} of {others[0]}, and "
+                f"{self._asked.get(others[0])} before; report this with the model's config.json"
             )
 
     def close(self) -> None:
@@ -119,7 +133,8 @@ class WeightStream:
     """Iterates once over (name, whole tensor); afterwards `receipt` has the record of them.
 
     A reader that stops early calls `drain`: the sender would wait for this receiver, and with it all others.
-    is_compared: the reader should compare its parameters with the weights after loading.
+    is_compared: the reader should compare its parameters with the weights after loading. is_divided: only boxes of the
+    tensors come. is_partial: tensors that training never changes do not come. is_loaded: `receipt` has been returned.
     """
 
     def __init__(self, announced: Announcement, buckets: Sequence[Bucket], channel: Channel) -> None:
@@ -128,6 +143,8 @@ class WeightStream:
         self._checksums: list[Tensor] = []
         self._agreeing: dict[str, Tensor] = {}
         self.is_compared = announced.is_compared
+        self.is_divided, self.is_partial = announced.is_divided, announced.is_partial
+        self.is_loaded = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self._buckets:
@@ -201,7 +218,9 @@ class WeightStream:
                 f"{len(wrong)} of {len(agreeing)} parts of version {version} are not those of the trainer's weights, "
                 f"such as {wrong[0]}"
             )
-        return receipt_of(version, self._buckets, self._checksums)
+        found = receipt_of(version, self._buckets, self._checksums)
+        self.is_loaded = True
+        return found
 
 
 def _messages(announced: Announcement, buckets: Sequence[Bucket]) -> Iterator[int]:

@@ -6,7 +6,8 @@
 
 Used by the actor's processes. The receiver finds it through a `WeightLink`, and works at the same time, bucket by
 bucket. When a push of boxes is compared, each bucket is followed by the sums of its whole tensors (`sums`), which show
-whether a box is the right one.
+whether a box is the right one. A partial push leaves out the tensors that the source calls frozen. The caller requests
+it, because only the caller knows that all engines have these tensors; the receivers refuse one that they cannot use.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from ppojob_trainer.engines.errors import RendezvousError, WeightLinkError
 from ppojob_trainer.engines.network import listen
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.announcements import (
-    BUCKETS,
     COMPARED_EVERY,
-    DIVIDED_BUCKETS,
     Announcement,
     announcement_key,
     boxes_key,
+    buckets_key,
 )
 from ppojob_trainer.engines.weights.buckets import (
     BUCKET_BYTES,
     Bucket,
+    PartlyFrozenSource,
     TensorSpec,
     WeightSource,
     boxes_from_json,
@@ -64,8 +65,13 @@ class WeightSync(Protocol):
         """Wait for the replicas, which connect at the same time. Return the transports from this rank to them."""
         ...
 
-    def push(self, version: int) -> list[Receipt]:
-        """Send the weights while the replicas receive them. Collective over all FSDP ranks."""
+    def push(self, version: int, *, is_partial: bool = False) -> list[Receipt]:
+        """Send the weights while the replicas receive them. Collective over all FSDP ranks.
+
+        Args:
+            is_partial: leave out what training never changes: all replicas have it from an earlier push over these
+                links. It has no effect if training changes everything.
+        """
         ...
 
     def close(self) -> None:
@@ -96,6 +102,7 @@ class WeightSender:
         """
         self._source = source
         specs, each = source.specs(), bucket_bytes // max(1, len(plans))
+        self._has_frozen = any(spec.is_frozen for spec in specs)
         self._link_ends = [_LinkEnd(plan, specs, each, address, timeout_seconds, device) for plan in plans]
 
     def listen(self) -> list[WeightLink]:
@@ -113,16 +120,19 @@ class WeightSender:
             found.update(link_end.connect())
         return dict(found)
 
-    def push(self, version: int) -> list[Receipt]:
+    def push(self, version: int, *, is_partial: bool = False) -> list[Receipt]:
         """See `WeightSync`. Returns the receipts of the sent weights, one for each plan.
 
         Raises:
             WeightLinkError: a replica stopped receiving.
         """
         gathered = self._source.gather()
+        if is_partial := is_partial and self._has_frozen:
+            assert isinstance(self._source, PartlyFrozenSource), "a source with frozen tensors can leave them out"
+            gathered = self._source.gather_changing()
         try:
             for link_end in self._link_ends:
-                link_end.begin(version)
+                link_end.begin(version, is_partial=is_partial)
             for tensor in gathered:
                 for link_end in self._link_ends:
                     link_end.send(tensor)
@@ -157,7 +167,8 @@ class _LinkEnd:
     ) -> None:
         self._plan, self._timeout_seconds, self._device = plan, timeout_seconds, device
         self._specs, self._bucket_bytes = specs, bucket_bytes
-        self._buckets = make_buckets(specs, bucket_bytes)
+        self._layouts: dict[str, list[Bucket]] = {}
+        self._buckets: list[Bucket] = []
         self._address = address
         self._store: TCPStore | None = None
         self._channel: Channel | None = None
@@ -165,9 +176,9 @@ class _LinkEnd:
         self._sending: _Sending | None = None
 
     def listen(self) -> WeightLink:
-        """Open the rendezvous store and write the layout of the buckets into it."""
+        """Open the rendezvous store and write the layout of the first push's buckets into it."""
         self._store = listen(self._address, self._timeout_seconds)
-        self._store.set(BUCKETS, buckets_to_text(self._buckets))
+        self._lay_out(self._store, buckets_key(is_divided=False, is_partial=False), self._specs)
         num_receivers = len(self._plan.receivers)
         return WeightLink(
             self._plan.backend,
@@ -195,7 +206,7 @@ class _LinkEnd:
             ) from error
         return self._channel.transports()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, is_partial: bool) -> None:
         """Announce to the receivers which version is sent next, and how.
 
         Raises:
@@ -204,15 +215,26 @@ class _LinkEnd:
         assert self._store is not None, "listen() comes first"
         assert self._channel is not None, "connect() comes first"
         number = self._num_pushes
-        is_first_divided = number == 1 and self._plan.part is not None and self._divide(self._store)
-        is_compared = is_first_divided or number % COMPARED_EVERY == 0
-        announcement = Announcement(version, is_compared, self._is_divided)
+        assert number > 0 or not is_partial, "the first push over a link has all tensors"
+        if number == 1 and self._plan.part is not None:
+            self._divide(self._store)
+        key = buckets_key(is_divided=self._is_divided, is_partial=is_partial)
+        is_compared = number % COMPARED_EVERY == 0 or key not in self._layouts
+        self._lay_out(self._store, key, [spec for spec in self._specs if not (is_partial and spec.is_frozen)])
+        announcement = Announcement(version, is_compared, self._is_divided, is_partial)
         self._store.set(announcement_key(number), announcement.to_text())
         self._num_pushes += 1
         self._sending = _Sending(announcement, self._buckets, self._channel, self._device)
 
-    def _divide(self, store: TCPStore) -> bool:
-        """Take over the boxes that the receivers asked for; return whether they are the same for all."""
+    def _lay_out(self, store: TCPStore, key: str, specs: Sequence[TensorSpec]) -> None:
+        """Use the buckets of a kind of push from now on; the first time, write them into the store."""
+        if key not in self._layouts:
+            self._layouts[key] = make_buckets(specs, self._bucket_bytes)
+            store.set(key, buckets_to_text(self._layouts[key]))
+        self._buckets = self._layouts[key]
+
+    def _divide(self, store: TCPStore) -> None:
+        """Take over the boxes that the receivers asked for, if they are the same for all."""
         try:
             wanted = {value_of(store, boxes_key(rank)) for rank in range(1, 1 + len(self._plan.receivers))}
         except (dist.DistError, RuntimeError) as error:
@@ -224,12 +246,10 @@ class _LinkEnd:
             logger.warning(
                 "rollout workers %s need different parts of the weights: they get whole tensors", self._plan.receivers
             )
-            return False
+            return
         boxes = json.loads(wanted.pop())
-        specs = [replace(spec, boxes=boxes_from_json(boxes[spec.name])) for spec in self._specs]
-        self._buckets, self._is_divided = make_buckets(specs, self._bucket_bytes), True
-        store.set(DIVIDED_BUCKETS, buckets_to_text(self._buckets))
-        return True
+        self._specs = [replace(spec, boxes=boxes_from_json(boxes[spec.name])) for spec in self._specs]
+        self._is_divided = True
 
     def send(self, tensor: Tensor) -> None:
         """Send the next tensor, when its bucket is full.

@@ -162,10 +162,14 @@ class ActorWorker(EngineWorker):
         return self._sender.prepare()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
-    def push_weights(self, version: int) -> list[Receipt]:
-        """Send the weights while the replicas receive them; return a receipt for each plan of this rank."""
+    def push_weights(self, version: int, is_partial: bool) -> list[Receipt]:
+        """Send the weights while the replicas receive them; return a receipt for each plan of this rank.
+
+        Args:
+            is_partial: without what training never changes.
+        """
         assert self._sender is not None, "open_weights() comes first"
-        return self._sender.push(version)
+        return self._sender.push(version, is_partial=is_partial)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def export(self, folder: Path) -> None:

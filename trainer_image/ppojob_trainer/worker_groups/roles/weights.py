@@ -7,6 +7,10 @@ Engines that got the weights in flight resume when their receipts have been comp
 that are not the actor's. That costs one call without data, while the engines are paused.
 
 NCCL's and gloo's groups can neither lose nor gain a member, so all connections are opened again for other engines.
+
+The first push over a connection is complete. If all engines keep their weights between pushes, later ones may be
+partial: the actor leaves out what training never changes, as it does with adapters. So an engine that joins, comes back
+or was in a push that failed gets everything, because each of these opens the connections again.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import RendezvousError, RolloutMemoryError, WeightLinkError
 from ppojob_trainer.engines.transports import Transports
-from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, link_plans
+from ppojob_trainer.engines.weights.plans import LinkPlan, Receivers, WeightLink, engines_keep_weights, link_plans
 from ppojob_trainer.engines.weights.receipts import Receipt, verify
 from ppojob_trainer.engines.weights.waiting import break_off
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError, WorkerOutOfMemoryError
@@ -66,11 +70,15 @@ class _Engines:
 
 @dataclass(frozen=True)
 class _Connection:
-    """Whom the last connection has: plans and numbers are those of the moment at which it was opened."""
+    """Whom the last connection has: plans and numbers are those of the moment at which it was opened.
+
+    has_complete_push: all engines got all weights over it, and theirs were compared with the actor's.
+    """
 
     members: list[list[int]]
     plans: list[LinkPlan]
     engines: list[_Engines]
+    has_complete_push: bool = False
 
 
 class WeightsGroup:
@@ -89,6 +97,7 @@ class WeightsGroup:
         self._rollouts = rollouts
         self._device = spec.device
         self._are_in_flight = spec.schedule.updates_in_flight
+        self._engines_keep_weights = engines_keep_weights(spec)
         self.compared_version: int | None = None
         """See `WeightsPort`."""
         self._connection: _Connection | None = None
@@ -167,7 +176,7 @@ class WeightsGroup:
 
         The metrics are:
 
-        comm_mb/update_weights: data that all senders sent, in MB (1e6 bytes).
+        comm_mb/update_weights: data that all senders sent, in MB (1e6 bytes); of a partial push, without the rest.
         comm_s/...: seconds of the transfer, without waking the engines up.
         comm_gb_per_s/...: rate at which one of vLLM's GPUs receives: a whole model, or its part of one.
         comm_receivers/...: number of vLLM's GPUs that got the weights.
@@ -280,9 +289,12 @@ class WeightsGroup:
         if connection.members != self._members():
             # A generation found a loss meanwhile.
             raise WorkerLostError("an engine was lost while the weights were connected")
+        is_partial = connection.has_complete_push and self._engines_keep_weights
+        # Whatever ends this push early, the next one is complete.
+        self._connection = replace(connection, has_complete_push=False)
         started = time.perf_counter()
         received = (engines.group.call(RolloutWorker.update_weights, version) for engines in connection.engines)
-        sending = self._of_actor(self._actor.call(ActorWorker.push_weights, version))
+        sending = self._of_actor(self._actor.call(ActorWorker.push_weights, version, is_partial))
         sent, receipts = await asyncio.gather(sending, asyncio.gather(*received))
         seconds = time.perf_counter() - started
         receipt_of: dict[int, Receipt] = {
@@ -297,6 +309,7 @@ class WeightsGroup:
             receipt = next(receipts_of_rank[plan.sender_rank])
             sizes.append(receipt.num_bytes)
             verify(receipt, [receipt_of[receiver] for receiver in plan.receivers])
+        self._connection = replace(connection, has_complete_push=True)
         if self._are_in_flight:
             await asyncio.gather(*(engines.group.call(RolloutWorker.resume) for engines in connection.engines))
         moved = {"mb": sum(sizes) / 1e6, "s": seconds, "gb_per_s": max(sizes) / 1e9 / seconds}

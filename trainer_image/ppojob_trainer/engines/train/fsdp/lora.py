@@ -148,6 +148,11 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (_A, _B)
 
 
+def weight_of(name: str) -> str:
+    """Return the name of the frozen weight to which an adapter's parameter belongs."""
+    return f"{name.rpartition('.')[0]}.{_WEIGHT}"
+
+
 def adapter_of(language_model: nn.Module, name: str) -> LoRALinear | None:
     """Return the layer whose frozen weight has this name, or None where it has no adapter."""
     owner, _, last = name.rpartition(".")

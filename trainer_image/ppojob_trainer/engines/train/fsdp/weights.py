@@ -6,7 +6,8 @@ such as the bias of a router's scores, go in their own dtype. A decoder layer is
 those that it travels with in a forward pass: a message for each of its parameters costs more than their bytes. Of a
 pipeline, each rank gathers its layers when it is their turn, and broadcasts them to the other ranks in one message a
 layer: all ranks go through the whole model in the same order, so every rank may be a sender. Adapters are merged into
-the weights that they belong to, in float32, so the rollout engine knows nothing of them.
+the weights that they belong to, in float32, so the rollout engine knows nothing of them. All other tensors of such a
+model are frozen, but for those that vLLM may fuse with an adapted one (`_frozen`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large
-from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge
+from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge, weight_of
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
@@ -56,27 +57,37 @@ class ShardedWeights:
     def specs(self) -> list[TensorSpec]:
         """Return the tensors in the order of `gather`."""
         dtypes = {part.name: str(part.dtype or self._dtype).removeprefix("torch.") for part, _ in self._written}
-        return [TensorSpec(one.name, one.shape, dtypes[part.name]) for part, ones in self._written for one in ones]
+        return [
+            TensorSpec(one.name, one.shape, dtypes[part.name], is_frozen=part.name in self._frozen)
+            for part, ones in self._written
+            for one in ones
+        ]
 
-    @torch.no_grad()
     def gather(self) -> Iterator[Tensor]:
         """See `WeightSource`. They are on the device."""
-        for ones, whole, first_expert in self.gather_parameters():
-            for one in ones:
-                yield one.of(whole, first_expert)
+        return _written_out(self.gather_parameters())
+
+    def gather_changing(self) -> Iterator[Tensor]:
+        """See `PartlyFrozenSource`. They are on the device."""
+        return _written_out(self.gather_parameters(self._frozen))
 
     @torch.no_grad()
-    def gather_parameters(self) -> Iterator[tuple[Sequence[Written], Tensor, int]]:
+    def gather_parameters(
+        self, without: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[Sequence[Written], Tensor, int]]:
         """Yield each parameter or block of experts that is gathered, with the tensors of a checkpoint that it has.
 
-        The third value is the first expert of a block.
+        The third value is the first expert of a block. `without`: names of parameters that are left out.
         """
-        own = {name: tensor for name, tensor in self._own() if name in self._large}
-        blocks = ExpertBlocks(own, self._dtype, self._device) if self._large else None
+        large = self._large - without
+        own = {name: tensor for name, tensor in self._own() if name in large}
+        blocks = ExpertBlocks(own, self._dtype, self._device) if large else None
         with self._on_device():
-            wholes = self._gather_whole()
+            wholes = self._gather_whole(self._large | without)
             for part, ones in self._written:
-                if part.name in self._large:
+                if part.name in without:
+                    continue
+                if part.name in large:
                     assert blocks is not None, "it has large parameters"
                     yield from blocks.gather(part.name, part.shape, ones)
                 else:
@@ -87,6 +98,27 @@ class ShardedWeights:
     def _large(self) -> frozenset[str]:
         """The names of the parameters of the whole model that are gathered in blocks."""
         return frozenset(part.name for part, ones in self._written if is_large(ones, self._dtype))
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        """The names of the parameters of the whole model that training never changes; empty without adapters.
+
+        A tensor beside an adapted one, in the same module of a checkpoint, counts as changing: vLLM fuses some of them
+        into one layer (query, key and value), and a layer can only be reloaded as a whole.
+        """
+        adapted = {weight_of(name) for name in self._names() if is_adapter(name)}
+        if not adapted:
+            return frozenset()
+        changing = {_block(one.name) for part, ones in self._written if part.name in adapted for one in ones}
+        return frozenset(
+            part.name for part, ones in self._written if changing.isdisjoint(_block(one.name) for one in ones)
+        )
+
+    def _names(self) -> list[str]:
+        """Return the names of all parameters of the whole model, adapters too."""
+        if self._stage is not None:
+            return [part.name for part in self._stage.parts]
+        return [name for name, _ in self._language_model.named_parameters()]
 
     @cached_property
     def _layers(self) -> dict[str, FSDPModule]:
@@ -109,18 +141,18 @@ class ShardedWeights:
         written = [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
         return [(part, in_blocks(ones) if is_large(ones, self._dtype) else ones) for part, ones in written]
 
-    def _gather_whole(self) -> Iterator[Tensor]:
-        """Yield each parameter and stored buffer of the whole model, but for the large ones."""
+    def _gather_whole(self, without: frozenset[str]) -> Iterator[Tensor]:
+        """Yield each parameter and stored buffer of the whole model, but for some."""
         if self._stage is None:
-            yield from self._gather_own()
+            yield from self._gather_own(without)
             return
-        parts = [part for part, _ in self._written if part.name not in self._large]
-        for _, tensor in self._of_stages(self._stage, parts, self._gather_own(), self._dtype):
+        parts = [part for part, _ in self._written if part.name not in without]
+        for _, tensor in self._of_stages(self._stage, parts, self._gather_own(without), self._dtype):
             yield tensor
 
-    def _gather_own(self) -> Iterator[Tensor]:
-        """Yield the parameters and stored buffers that this rank's stage owns, but for the large ones."""
-        names = (name for name, _ in self._own() if name not in self._large)
+    def _gather_own(self, without: frozenset[str]) -> Iterator[Tensor]:
+        """Yield the parameters and stored buffers that this rank's stage owns, but for some."""
+        names = (name for name, _ in self._own() if name not in without)
         with ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
                 # A layer may have been gathered together with the previous one.
@@ -172,6 +204,19 @@ class ShardedWeights:
         copy = None if self._stage is None else self._stage.copy
         named = stored_tensors(self._language_model)
         return [(name, tensor) for name, tensor in named if not is_adapter(name) and name != copy]
+
+
+@torch.no_grad()
+def _written_out(gathered: Iterator[tuple[Sequence[Written], Tensor, int]]) -> Iterator[Tensor]:
+    """Yield the tensors that a checkpoint has of gathered parameters."""
+    for ones, whole, first_expert in gathered:
+        for one in ones:
+            yield one.of(whole, first_expert)
+
+
+def _block(name: str) -> str:
+    """Return the module of a checkpoint that a tensor's layer is in: `...self_attn` of `...self_attn.q_proj.weight`."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _kept_dtype(tensor: Tensor) -> torch.dtype | None:
