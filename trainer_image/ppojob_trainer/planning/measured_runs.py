@@ -17,8 +17,8 @@ _PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "upda
 class MeasuredRun:
     """One run. spec: its job. layers: decoder layers, if they are not those of the shape. gpu: its kind of GPU.
     repeats: the run of the same job that it repeats, with an option whose time a plan does not know. The repetition is
-    compared with the plan, and no rate is taken from it. sends_all: with adapters, before pushes sent only what training
-    changes.
+    compared with the plan, and no rate is taken from it. sends_all: measured before pushes with adapters sent only what
+    training changes.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
