@@ -38,19 +38,46 @@ WRONG: tuple[Any, ...] = (
 )
 _NAMES = ("actor", "critic", "all", "head", "ray-head", "ray-worker", "data", "shm", "x" * 64, "A", "a.b", "")
 _MOUNTS = [{"name": "data", "mountPath": "/data"}, {"name": "other", "mountPath": "/dev/shm"}]
+_KEYS: tuple[Any, ...] = (["a"], {"a": "b"}, None, 5)
+"""Wrong values of the keys by which lists are merged."""
+_NOTHING = tuple({name: None} for name in ("env", "lifecycle", "volumeMounts", "securityContext", "image"))
+
+
+def _ours(**fields: Any) -> list[list[dict[str, Any]]]:
+    """Return the containers that change Ray's, of a worker and of the head."""
+    return [[{"name": name, **fields}] for name in ("ray-worker", "ray-head")]
+
+
 FRAGMENTS: dict[Keys, tuple[Any, ...]] = {
-    ("metadata",): ({"name": "mine"}, {"namespace": "default"}, {"finalizers": ["a/b"]}, {"ownerReferences": []}),
-    ("metadata", "labels"): ({"a": "b"}, {"a": 1}, ["a"], {"a b": "c"}, {"ppojob.dev/job": "another"}, {"a": "x" * 64}),
-    ("metadata", "annotations"): ({"a": "b"}, {"a": True}, "a", {"ray.io/x": "y"}),
-    ("spec",): ({"nonsense": 1}, {"": 1}, [], "x"),
+    ("metadata",): (None, {"name": "mine"}, {"namespace": "default"}, {"finalizers": ["a/b"]}, {"ownerReferences": []}),
+    ("metadata", "labels"): (
+        {"a": "b"},
+        {"a": 1},
+        ["a"],
+        {"a b": "c"},
+        {"ppojob.dev/job": "another"},
+        {"a": "x" * 64},
+        None,
+        [],
+    ),
+    ("metadata", "annotations"): (None, {"a": "b"}, {"a": True}, "a", {"ray.io/x": "y"}),
+    ("spec",): (None, {"nonsense": 1}, {"": 1}, [], "x"),
     ("spec", "nodeSelector"): ({"gpu": "a"}, {"gpu": True}, [], {"a b": "c"}),
     ("spec", "tolerations"): (
         [{"key": "a", "operator": "Exists"}],
         [{"key": "a", "operator": "Sometimes"}],
         [{"tolerationSeconds": "5"}],
         {"key": "a"},
+        None,
+        *([{"key": key}] for key in _KEYS),
     ),
     ("spec", "containers"): (
+        None,
+        *([{"name": key}] for key in _KEYS),
+        *(each for fields in _NOTHING for each in _ours(**fields)),
+        *(each for key in _KEYS for each in _ours(env=[{"name": key, "value": "x"}])),
+        *(each for key in _KEYS for each in _ours(volumeMounts=[{"name": "storage", "mountPath": key}])),
+        *(each for key in ("80", *_KEYS[:3]) for each in _ours(ports=[{"containerPort": key}])),
         [{"name": "sidecar", "image": "busybox"}],
         [{"name": "sidecar"}],
         [{"image": "busybox"}],
@@ -64,8 +91,10 @@ FRAGMENTS: dict[Keys, tuple[Any, ...]] = {
         [None],
         "sidecar",
     ),
-    ("spec", "initContainers"): ([{"name": "first", "image": "busybox"}], [{"name": 5}], {}),
+    ("spec", "initContainers"): ([{"name": "first", "image": "busybox"}], [{"name": 5}], {}, [{"name": ["a"]}], None),
     ("spec", "volumes"): (
+        None,
+        *([{"name": key, "emptyDir": {}}] for key in _KEYS),
         [{"name": "other", "emptyDir": {}}],
         [{"name": "other"}],
         [{"name": "data", "emptyDir": {}}],
@@ -73,14 +102,30 @@ FRAGMENTS: dict[Keys, tuple[Any, ...]] = {
         [{"name": "other", "emptyDir": {"sizeLimit": "much"}}],
         [{"name": "other", "emptyDir": {}, "configMap": {"name": "a"}}],
     ),
-    ("spec", "affinity"): ({}, {"nodeAffinity": []}, {"podAntiAffinity": {"nonsense": []}}, "x"),
-    ("spec", "topologySpreadConstraints"): ([{"maxSkew": 0}], [{}], "x"),
-    ("spec", "securityContext"): ({"runAsUser": 0}, {"runAsUser": "root"}, {"fsGroup": -1}, []),
+    ("spec", "affinity"): ({}, None, {"nodeAffinity": []}, {"podAntiAffinity": {"nonsense": []}}, "x"),
+    ("spec", "topologySpreadConstraints"): (
+        *([{"maxSkew": 0}], [{}], "x", None),
+        *([{"topologyKey": key}] for key in _KEYS),
+    ),
+    ("spec", "securityContext"): (
+        None,
+        {"fsGroup": None},
+        {"runAsUser": 0},
+        {"runAsUser": "root"},
+        {"fsGroup": -1},
+        [],
+    ),
     ("spec", "terminationGracePeriodSeconds"): (30, -1, "30"),
     ("spec", "schedulerName"): ("other", 5, ""),
     ("spec", "runtimeClassName"): ("nvidia", "A B", 5),
     ("spec", "priorityClassName"): ("urgent", "A B"),
-    ("spec", "imagePullSecrets"): ([{"name": "a"}], [{"name": "a"}, {"name": "a"}], ["a"], [{}]),
+    ("spec", "imagePullSecrets"): (
+        [{"name": "a"}],
+        [{"name": "a"}, {"name": "a"}],
+        ["a"],
+        [{}],
+        *([{"name": key}] for key in _KEYS),
+    ),
     ("spec", "hostPID"): (True,),
     ("spec", "hostIPC"): (True,),
     ("spec", "hostNetwork"): (True, "yes"),
@@ -88,7 +133,12 @@ FRAGMENTS: dict[Keys, tuple[Any, ...]] = {
     ("spec", "serviceAccountName"): ("default",),
     ("spec", "hostAliases"): ([{"ip": "10.0.0.1", "hostnames": ["a"]}], [{"ip": 5}]),
     ("spec", "dnsPolicy"): ("None", "Default", 5),
-    ("spec", "resourceClaims"): ([{"name": "gpu"}], [{"name": "gpu", "resourceClaimName": "a"}], "x"),
+    ("spec", "resourceClaims"): (
+        [{"name": "gpu"}],
+        [{"name": "gpu", "resourceClaimName": "a"}],
+        "x",
+        [{"name": ["a"]}],
+    ),
 }
 """Parts of a pod template by their path."""
 FREE: dict[str, tuple[Any, ...]] = {

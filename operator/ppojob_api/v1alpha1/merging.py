@@ -20,6 +20,9 @@ MERGE_KEYS = {
 }
 """Lists that are merged by a key (core/v1 patchMergeKey)."""
 
+INTEGER_KEYS = {"containerPort"}
+"""The keys that are integers; the others are strings."""
+
 _APPENDED = {
     "tolerations",
     "envFrom",
@@ -37,7 +40,7 @@ _WHOLE = {"env", "resourceClaims", "topology"}
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged into it; where both have a value, that of `over` wins.
 
-    A list in `MERGE_KEYS` with items that lack the key is replaced: its validation says what is wrong with it.
+    A list in `MERGE_KEYS` with items that lack a valid key is replaced: its validation says what is wrong with it.
     """
     result = dict(base)
     for name, value in over.items():
@@ -53,9 +56,16 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def is_merge_key(key: str, value: Any) -> bool:
+    """Return whether a value has the type of a merge key. Free-form fields may have any value there, even a list."""
+    if key in INTEGER_KEYS:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str)
+
+
 def _have_keys(name: str, items: list[Any]) -> bool:
     key = MERGE_KEYS.get(name)
-    return key is not None and all(isinstance(item, Mapping) and key in item for item in items)
+    return key is not None and all(isinstance(item, Mapping) and is_merge_key(key, item.get(key)) for item in items)
 
 
 def _merged_lists(name: str, base: list[dict[str, Any]], over: list[dict[str, Any]]) -> list[dict[str, Any]]:

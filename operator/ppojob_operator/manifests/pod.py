@@ -183,7 +183,7 @@ def _token(key: JobKey, uid: str) -> dict[str, Any]:
 def _lost_node_tolerations(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tolerations that evict pods from a lost node after one minute instead of Kubernetes' five."""
     keys = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-    taken = {toleration.get("key") for toleration in given}
+    taken = [toleration.get("key") for toleration in given]
     return [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_NODE_SECONDS}
         for key in keys

@@ -1,14 +1,15 @@
 """Merges a user's `podTemplate` into the operator's pod template.
 
 Lists of named items are merged by name, as in `kubectl apply`. Settings that would break Ray, or that have a separate
-field in the spec, are errors with their path.
+field in the spec, are errors with their path. So is null for a field that the operator sets. The merge could ignore it,
+but in a patch null removes the field, so the pods would differ from what the user wrote, without a message.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants, merging
-from ppojob_api.v1alpha1.merging import MERGE_KEYS
+from ppojob_api.v1alpha1.merging import INTEGER_KEYS, MERGE_KEYS, is_merge_key
 from ppojob_api.v1alpha1.validation import FieldError
 
 Template = dict[str, Any]
@@ -44,6 +45,7 @@ _TOPOLOGY = (constants.ANNOTATION_REQUIRED_TOPOLOGY, constants.ANNOTATION_PREFER
 _TOPOLOGY_REMEDY = "use topology of the pool; the head is one pod and needs none"
 _RESERVED_PREFIXES = ("ray.io/", f"{constants.GROUP}/", constants.LABEL_MANAGED_BY)
 _REMEDY_RESERVED = "this name is used by the operator or by KubeRay: choose another"
+_REMEDY_NULL = "null would remove what the trainer needs: leave the field out"
 
 
 def merged(base: Template, user: Mapping[str, Any]) -> Template:
@@ -56,21 +58,62 @@ def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[Fie
     unknown = set(user) - {"metadata", "spec"}
     for name in sorted(unknown):
         yield FieldError(f"{path}.{name}", user[name], "a pod template has metadata and spec only")
-    for name in ("metadata", "spec"):
-        if not isinstance(user.get(name, {}), Mapping):
-            yield FieldError(f"{path}.{name}", user[name], "must be an object")
-            return
+    malformed = [*_removals(base, user, path), *_key_problems(user.get("spec"), f"{path}.spec")]
+    yield from malformed
+    if malformed:
+        # The other checks need lists, objects and keys of the right types.
+        return
     yield from _metadata_problems(user.get("metadata", {}), f"{path}.metadata")
     yield from _spec_problems(base["spec"], user.get("spec", {}), f"{path}.spec")
+
+
+def _removals(base: Mapping[str, Any], user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
+    """Yield the values that would remove a field of the operator's, or replace an object or a list of its own."""
+    for name in sorted(set(base) & set(user)):
+        ours, value, here = base[name], user[name], f"{path}.{name}"
+        if value is None:
+            yield FieldError(here, None, _REMEDY_NULL)
+        elif isinstance(ours, Mapping):
+            if isinstance(value, Mapping):
+                yield from _removals(ours, value, here)
+            else:
+                yield FieldError(here, value, "must be an object")
+        elif isinstance(ours, list):
+            yield from _removals_from_list(name, ours, value, here)
+
+
+def _removals_from_list(name: str, base: list[Any], value: Any, path: str) -> Iterator[FieldError]:
+    key = MERGE_KEYS.get(name)
+    if not isinstance(value, list):
+        # `_unkeyed` refuses it if the list has a key.
+        yield from () if key else (FieldError(path, value, "must be a list"),)
+        return
+    for index, item in enumerate(value if key else []):
+        for ours in base:
+            if isinstance(item, Mapping) and key in item and ours.get(key) == item[key]:
+                yield from _removals(ours, item, f"{path}[{index}]")
+
+
+def _key_problems(pod: Any, path: str) -> Iterator[FieldError]:
+    """Yield the items that cannot be merged, because they lack a key or it has a wrong type."""
+    if not isinstance(pod, Mapping):
+        return
+    for name, key in MERGE_KEYS.items():
+        yield from _unkeyed(pod, name, key, path)
+    for kind in ("initContainers", "containers"):
+        for index, container in enumerate(_items(pod, kind)):
+            here = f"{path}.{kind}[{index}]"
+            yield from (problem for name, key in MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
 
 
 def _metadata_problems(metadata: Mapping[str, Any], path: str) -> Iterator[FieldError]:
     for name in sorted(set(metadata) - {"labels", "annotations"}):
         yield FieldError(f"{path}.{name}", metadata[name], "only labels and annotations may be set")
     for kind in ("labels", "annotations"):
-        given = metadata.get(kind) or {}
+        given = metadata.get(kind, {})
         if not isinstance(given, Mapping):
-            yield FieldError(f"{path}.{kind}", given, "must be an object of names and strings")
+            remedy = "must be an object of names and strings, or leave the field out"
+            yield FieldError(f"{path}.{kind}", given, remedy)
             continue
         for name, value in given.items():
             if name in _TOPOLOGY:
@@ -85,8 +128,6 @@ def _spec_problems(base: Template, user: Mapping[str, Any], path: str) -> Iterat
         if name in user and user[name] is not False:
             yield FieldError(f"{path}.{name}", user[name], remedy)
     yield from _grace_problems(base["terminationGracePeriodSeconds"], user, path)
-    for name, key in MERGE_KEYS.items():
-        yield from _unkeyed(user, name, key, path)
     for name in ("volumes", "resourceClaims"):
         taken = {item["name"] for item in base.get(name, [])}
         for index, item in enumerate(_items(user, name)):
@@ -101,7 +142,6 @@ def _container_problems(ray: Template, user: Mapping[str, Any], path: str) -> It
             yield FieldError(f"{path}.initContainers[{index}].name", container["name"], _REMEDY_RESERVED)
     for index, container in enumerate(_items(user, "containers")):
         here = f"{path}.containers[{index}]"
-        yield from (problem for name, key in MERGE_KEYS.items() for problem in _unkeyed(container, name, key, here))
         if container.get("name") == ray["name"]:
             yield from _ray_container_problems(ray, container, here)
 
@@ -136,9 +176,20 @@ def _unkeyed(user: Mapping[str, Any], name: str, key: str, path: str) -> Iterato
     value = user.get(name)
     if value is not None and not isinstance(value, list):
         yield FieldError(f"{path}.{name}", value, "must be a list")
-    for index, item in enumerate(value if isinstance(value, list) else []):
+    yield from unkeyed(value if isinstance(value, list) else [], key, f"{path}.{name}")
+
+
+def unkeyed(items: Sequence[Any], key: str, path: str) -> Iterator[FieldError]:
+    """Yield the items of a list at `path` that lack the key by which items are merged, or have one of a wrong type."""
+    for index, item in enumerate(items):
+        here = f"{path}[{index}]"
         if not isinstance(item, Mapping) or key not in item:
-            yield FieldError(f"{path}.{name}[{index}]", item, f"each item needs {key}, because items are merged by it")
+            yield FieldError(here, item, f"each item needs {key}, because items are merged by it")
+        elif not is_merge_key(key, item[key]):
+            kind = "an integer" if key in INTEGER_KEYS else "a string"
+            # None is not shown by itself.
+            shown = "null" if item[key] is None else item[key]
+            yield FieldError(f"{here}.{key}", shown, f"must be {kind}, because items are merged by it")
 
 
 def _items(user: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

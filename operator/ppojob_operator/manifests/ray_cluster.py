@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants
-from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.pools import Pool, Scheduling
 from ppojob_api.v1alpha1.quantities import parse_quantity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
@@ -63,16 +63,27 @@ def with_job_fields(words: str) -> str:
 
 
 def template_problems(spec: PPOJobSpec, key: JobKey, uid: str) -> Iterator[FieldError]:
-    """Yield the settings in `podTemplate` and `env` that would break Ray. `spec` is resolved."""
+    """Yield the settings in `podTemplate` and in other free-form fields that would break Ray. `spec` is resolved."""
     for index, variable in enumerate(spec.env):
         if variable.name in pod_template.RESERVED_ENV:
             remedy = "this variable is set by the operator or by KubeRay: choose another name"
             yield FieldError(f"spec.env[{index}].name", variable.name, remedy)
+    yield from pod_template.unkeyed(spec.image_pull_secrets, "name", "spec.imagePullSecrets")
+    yield from _toleration_problems(spec.head, "spec.head")
     head = head_template(spec, key, uid)
     yield from pod_template.problems(head, spec.head.pod_template, "spec.head.podTemplate")
     for index, pool in enumerate(spec.pools):
+        yield from _toleration_problems(pool, f"spec.pools[{index}]")
         base = pool_template(spec, pool, key, "")
         yield from pod_template.problems(base, pool.pod_template, f"spec.pools[{index}].podTemplate")
+
+
+def _toleration_problems(scheduling: Scheduling, path: str) -> Iterator[FieldError]:
+    for index, toleration in enumerate(scheduling.tolerations):
+        key = toleration.get("key", "")
+        if not isinstance(key, str):
+            here, shown = f"{path}.tolerations[{index}].key", "null" if key is None else key
+            yield FieldError(here, shown, "must be a string: the key of a taint, or leave the field out for all taints")
 
 
 def logical_cpus(spec: PPOJobSpec, pool: Pool) -> int:

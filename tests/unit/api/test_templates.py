@@ -161,6 +161,9 @@ def test_pod_templates_are_merged_as_the_operator_merges_them_into_pods() -> Non
 
 def test_a_list_with_an_item_without_its_key_is_left_to_those_who_refuse_it() -> None:
     assert merged({"env": [{"value": "1"}]}, template={"env": [{"name": "A"}]})["env"] == [{"value": "1"}]
+    assert merged({"env": [{"name": ["A"]}]}, template={"env": [{"name": "A"}]})["env"] == [{"name": ["A"]}]
+    ports, ours = [{"containerPort": 80}], [{"containerPort": {}}]
+    assert merged({"ports": ours}, template={"ports": ports})["ports"] == ours
     assert merged({"pools": "none"}, template={"pools": [{"name": "a"}]})["pools"] == "none"
     assert merged({"runPolicy": 3}, template={}, limits={"maxActiveDeadlineSeconds": 9})["runPolicy"] == 3
 

@@ -8,13 +8,19 @@ import json
 import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ppojob_api.v1alpha1.constants import Condition
-from ppojob_operator.plan import Claim, Observed
+from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_operator.manifests.pod import head_template, pool_template
+from ppojob_operator.manifests.ray_cluster import ray_cluster
+from ppojob_operator.plan import Claim, Job, Observed
 from ppojob_operator.reading import read_job
 from ppojob_operator.reconcile import decide
-from tests.fuzz.specs import specs
+from ppojob_operator.reconcile.acceptance import spec_problem
+from tests.fuzz.specs import FRAGMENTS, examples, put, specs
 from tests.unit.operator.reconcile.worlds import KEY, START, SURROUNDINGS, UID
 
 IS_LONG = "PPOJOB_FUZZ" in os.environ
@@ -25,6 +31,43 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 def raw_job(spec: dict[str, Any]) -> dict[str, Any]:
     metadata = {"name": KEY.name, "namespace": KEY.namespace, "uid": UID, "generation": 1}
     return {"metadata": metadata, "spec": spec}
+
+
+def assert_pods_have_what_the_trainer_needs(job: Job) -> None:
+    """Fail if a user's pod template has removed what the operator and the trainer need."""
+    assert isinstance(job.spec, PPOJobSpec)
+    spec = resolve(job.spec)
+    cluster = ray_cluster(spec, job.key, job.uid, "cluster")["spec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    ours = [head_template(spec, job.key, job.uid)]
+    ours += [pool_template(spec, pool, job.key, "cluster") for pool in spec.pools]
+    for own, group in zip(ours, groups, strict=True):
+        template = group["template"]
+        assert own["metadata"]["labels"].items() <= template["metadata"]["labels"].items()
+        assert all(volume in template["spec"]["volumes"] for volume in own["spec"]["volumes"])
+        needed, found = own["spec"]["containers"][0], template["spec"]["containers"][0]
+        assert found["name"] == needed["name"]
+        assert found["lifecycle"]["preStop"] == needed["lifecycle"]["preStop"]
+        assert all(mount in found["volumeMounts"] for mount in needed["volumeMounts"])
+        assert {variable["name"] for variable in needed["env"]} <= {variable["name"] for variable in found["env"]}
+        assert found["image"]
+
+
+@pytest.mark.parametrize("place", ["head", "pool"])
+def test_every_fragment_of_a_pod_template_is_refused_or_keeps_what_the_trainer_needs(place: str) -> None:
+    num_accepted = 0
+    for path, value in [(path, value) for path, values in FRAGMENTS.items() for value in values]:
+        spec: dict[str, Any] = examples()[0]
+        target = spec.setdefault("head", {}) if place == "head" else spec["pools"][0]
+        put(target, ("podTemplate", *path), value)
+        job = read_job(raw_job(spec))
+        if (problem := spec_problem(job)) is None:
+            assert_pods_have_what_the_trainer_needs(job)
+            num_accepted += 1
+        else:
+            where = "spec.head." if place == "head" else "spec.pools[0]."
+            assert all(error.path.startswith(where) for error in problem.errors), (path, value, problem)
+    assert num_accepted > 20
 
 
 @settings(
@@ -49,6 +92,7 @@ def test_every_spec_is_refused_or_rendered(spec: dict[str, Any]) -> None:
     assert accepted["message"]
     assert plan.status["phase"]
     if accepted["status"] == "True":
+        assert_pods_have_what_the_trainer_needs(job)
         assert plan.apply or conditions[Condition.SUSPENDED]["status"] == "True"
         json.dumps(plan.apply, allow_nan=False)
     else:

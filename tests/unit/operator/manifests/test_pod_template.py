@@ -239,3 +239,127 @@ def test_a_head_with_too_short_a_grace_period_is_refused_too(make_spec: MakeSpec
 
     assert str(problem).startswith("spec.head.podTemplate.spec.terminationGracePeriodSeconds: 30: ")
     assert "needs 40 or more" in str(problem)
+
+
+@pytest.mark.parametrize("key", [["a"], {"a": "b"}, None, 5, True])
+@pytest.mark.parametrize(
+    ("path", "name", "field"),
+    [
+        ("spec", "volumes", "name"),
+        ("spec", "containers", "name"),
+        ("spec", "initContainers", "name"),
+        ("spec", "imagePullSecrets", "name"),
+        ("spec", "topologySpreadConstraints", "topologyKey"),
+        ("spec", "resourceClaims", "name"),
+        ("spec.containers[0]", "env", "name"),
+        ("spec.containers[0]", "volumeMounts", "mountPath"),
+    ],
+)
+def test_a_merge_key_that_is_no_string_is_refused(
+    with_template: WithTemplate, path: str, name: str, field: str, key: object
+) -> None:
+    fields = {name: [{field: key}]}
+
+    [problem] = template_problems(
+        with_template({"spec": fields} if path == "spec" else ray_container(**fields)), KEY, UID
+    )
+
+    shown = "'null'" if key is None else repr(key)
+    here = f"spec.pools[0].podTemplate.{path}.{name}[0].{field}"
+    assert str(problem) == f"{here}: {shown}: must be a string, because items are merged by it"
+
+
+@pytest.mark.parametrize("port", [["a"], "80", None, True, 8.5])
+@pytest.mark.parametrize("container", ["ray-head", "sidecar"])
+def test_a_port_that_is_no_integer_is_refused(make_spec: MakeSpec, container: str, port: object) -> None:
+    template = {"spec": {"containers": [{"name": container, "ports": [{"containerPort": port}]}]}}
+
+    [problem] = template_problems(make_spec(head={"podTemplate": template}), KEY, UID)
+
+    assert problem.path == "spec.head.podTemplate.spec.containers[0].ports[0].containerPort"
+    assert problem.message == "must be an integer, because items are merged by it"
+
+
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [
+        ({"metadata": None}, "metadata"),
+        ({"metadata": {"labels": None}}, "metadata.labels"),
+        ({"metadata": {"labels": {"ppojob.dev/pool": None}}}, "metadata.labels.ppojob.dev/pool"),
+        ({"metadata": {"annotations": None}}, "metadata.annotations"),
+        ({"spec": None}, "spec"),
+        *(
+            ({"spec": {name: None}}, f"spec.{name}")
+            for name in ("affinity", "containers", "securityContext", "serviceAccountName", "tolerations", "volumes")
+        ),
+        *(
+            (ray_container(**{name: None}), f"spec.containers[0].{name}")
+            for name in ("env", "image", "lifecycle", "resources", "securityContext", "volumeMounts")
+        ),
+        (ray_container(lifecycle={"preStop": None}), "spec.containers[0].lifecycle.preStop"),
+    ],
+)
+def test_null_for_a_field_of_the_operators_is_refused(make_spec: MakeSpec, template: dict[str, Any], path: str) -> None:
+    topology = {"required": "example.com/rack"}
+    pool = {"name": "actor", "nodes": 2, "gpusPerNode": 2, "spread": "Required", "topology": topology}
+    spec = make_spec(pools=[{**pool, "podTemplate": template}], placement={"actor": "actor"})
+
+    [problem] = template_problems(spec, KEY, UID)
+
+    remedy = "null would remove what the trainer needs: leave the field out"
+    assert str(problem) == f"spec.pools[0].podTemplate.{path}: {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "words"),
+    [
+        ({"metadata": []}, "metadata", "must be an object"),
+        ({"metadata": {"labels": []}}, "metadata.labels", "must be an object"),
+        *(
+            (
+                {"metadata": {"annotations": value}},
+                "metadata.annotations",
+                "must be an object of names and strings, or leave the field out",
+            )
+            for value in (None, "", [])
+        ),
+        ({"spec": {"securityContext": []}}, "spec.securityContext", "must be an object"),
+        ({"spec": {"tolerations": {}}}, "spec.tolerations", "must be a list"),
+        (ray_container(lifecycle="x"), "spec.containers[0].lifecycle", "must be an object"),
+        (ray_container(volumeMounts={}), "spec.containers[0].volumeMounts", "must be a list"),
+    ],
+)
+def test_another_type_than_that_of_the_operators_field_is_refused(
+    with_template: WithTemplate, template: dict[str, Any], path: str, words: str
+) -> None:
+    [problem] = template_problems(with_template(template), KEY, UID)
+
+    assert problem.path == f"spec.pools[0].podTemplate.{path}"
+    assert problem.message == words
+
+
+@pytest.mark.parametrize("key", [["a"], {"a": "b"}, 5, None])
+def test_the_key_of_a_toleration_must_be_a_string(make_spec: MakeSpec, key: object) -> None:
+    pools = [{"name": "actor", "gpusPerNode": 2, "tolerations": [{"operator": "Exists"}, {"key": key}]}]
+    spec = make_spec(pools=pools, placement={"actor": "actor"}, head={"tolerations": [{"key": key}]})
+
+    problems = list(template_problems(spec, KEY, UID))
+
+    assert [each.path for each in problems] == ["spec.head.tolerations[0].key", "spec.pools[0].tolerations[1].key"]
+    assert all(each.message.startswith("must be a string: the key of a taint") for each in problems)
+
+
+@pytest.mark.parametrize(
+    ("secret", "path"),
+    [
+        ({}, "spec.imagePullSecrets[0]"),
+        ({"name": ["a"]}, "spec.imagePullSecrets[0].name"),
+        ({"name": None}, "spec.imagePullSecrets[0].name"),
+    ],
+)
+def test_the_name_of_a_pull_secret_must_be_a_string(make_spec: MakeSpec, secret: dict[str, Any], path: str) -> None:
+    head = {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "a"}]}}}
+
+    [problem] = template_problems(make_spec(imagePullSecrets=[secret], head=head), KEY, UID)
+
+    assert problem.path == path
