@@ -21,8 +21,8 @@ BATCH = 20
 IS_LONG = "PPOJOB_FUZZ" in os.environ
 NUM_BATCHES = max(1, int(os.environ.get("PPOJOB_FUZZ", "60")) // BATCH)
 CONDITION_SECONDS = 60.0
-"""From the creation of a batch until each job of it has a condition, also on a slow machine. That one job has it within
-10 s, as is promised, is measured elsewhere."""
+"""From the creation of a batch until each job of it has a condition, also on a slow machine. The goal for one job is
+10 s."""
 RENDERED_SECONDS = 300.0
 """Until each accepted job has a RayCluster, or a condition that says why it has none."""
 WAITING = {Reason.WAITING_FOR_PODS}
