@@ -56,9 +56,9 @@ _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
 _ALL_NAMESPACES = ""
 _REFUSALS = (ApiRefused, ApiFailed)
-_TOLERATED_ERRORS = 3
 _TRIAL_SECONDS = 60.0
 """Of all dry runs of a layout. The rest of a pass needs time too (`pass_timeout`)."""
+_TOLERATED_ERRORS = 3
 """Number of errors in a row from which on the status shows also those that usually pass by themselves."""
 
 

@@ -27,19 +27,6 @@ class MeasuringExtension(WeightReceiverExtension):
         """Let no step have drafts."""
         _choose(lambda _, number: False)
 
-    def ppojob_take_vllms_kernel(self) -> None:
-        """Compute log-probs of sampled tokens with vLLM's kernel, as it does without us."""
-        from vllm.v1.worker.gpu.sample import logprob
-
-        vars(logprob)["compute_token_logprobs"] = self.ppojob_kernel_of_vllm
-
-    def ppojob_use_trainers_kernel(self) -> None:
-        """See the base class. Remembers vLLM's kernel."""
-        from vllm.v1.worker.gpu.sample import logprob
-
-        self.ppojob_kernel_of_vllm = logprob.compute_token_logprobs
-        super().ppojob_use_trainers_kernel()
-
     def ppojob_stop_collector(self) -> None:
         """Switch the garbage collector off."""
         gc.collect()

@@ -54,9 +54,6 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     ),
     "fp8": Variant("linear layers in FP8", {"quantization": "FP8"}),
     "log-probs": Variant("log-probs of each token", {"logProbs": True}),
-    "log-probs-vllm": Variant(
-        "log-probs of each token, by vLLM's kernel", {"logProbs": True}, calls=("take_vllms_kernel",)
-    ),
     "vllm-scheduler": Variant("vLLM's scheduler in place of ours", arguments={"async_scheduling": True}),
     "one-process-more": Variant(
         "vLLM's worker in a process of its own, so that it prepares inputs while the scheduler runs",

@@ -1,5 +1,4 @@
-"""Log-probs on a GPU, which has separate kernels for the logits: the trainer's against the formula in float64, those of
-sampled tokens against vLLM's."""
+"""The chunked log-probs on a GPU, which has separate kernels for the logits, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppojob_trainer.engines.rollout.sampled_log_probs import use_trainers_kernel
 from ppojob_trainer.maths.log_probs import linear_log_probs, plain_log_probs
 
 pytestmark = [
@@ -58,27 +56,3 @@ def test_memory_is_that_of_a_chunk() -> None:
     (log_probs + entropy).sum().backward()
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < 8 * TOKENS * 151_936 * 4 * 0.6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocabulary", [77, 151_936])
-def test_log_probs_of_sampled_tokens_are_vllms(
-    vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.worker.gpu.sample import logprob
-
-    of_vllm = logprob.compute_token_logprobs
-    # vLLM's own is there again after the test.
-    monkeypatch.setattr(logprob, "compute_token_logprobs", of_vllm)
-    generator = torch.Generator("cuda").manual_seed(3)
-    # Some rows of a wider tensor, as logits without the padding of a vocabulary are.
-    logits = (3 * torch.randn(37, vocabulary + 19, generator=generator, device="cuda")).to(dtype)[:, :vocabulary]
-    sampled = torch.randint(0, vocabulary, (37,), generator=generator, device="cuda")
-    expected = [logprob.compute_topk_scores(logits, number, sampled) for number in (0, 2)]
-    use_trainers_kernel()
-    assert logprob.compute_token_logprobs is not of_vllm
-    for number, theirs in zip((0, 2), expected, strict=True):
-        ours = logprob.compute_topk_scores(logits, number, sampled)
-        assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
-        assert torch.equal(ours.logprob_token_ids, theirs.logprob_token_ids)
-        assert torch.equal(ours.selected_token_ranks, theirs.selected_token_ranks)

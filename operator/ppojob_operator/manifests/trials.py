@@ -18,7 +18,7 @@ _BEFORE_REASON = re.compile(
     r'^.*?(?:Pod "[^"]*" is invalid: |pods "[^"]*" is forbidden: |cannot be handled as a Pod: )'
 )
 """Name of a pod that does not exist, and what else comes before the reason in a message of the API server."""
-_FIELD = re.compile(r"(?<![\w.])(?=(?:spec|metadata)\.)")
+_FIELD = re.compile(r"(?<![\w.\"'])(?=(?:spec|metadata)\.)")
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,15 @@ def kept_refusal(job: Job) -> str:
 
 def layout_applied(situation: Situation) -> Finding | None:
     """Return condition LayoutApplied of a job that is not being stopped; None: its layout was never edited."""
-    if situation.refusal and situation.observed.is_dry_run_unanswered:
-        message = f"{_CONTINUES}{situation.refusal}. The operator tries the layout of the spec again"
-        return Finding("Unknown", Reason.API_REQUEST_FAILED, message)
-    if situation.refusal:
-        return Finding("False", Reason.INVALID_SPEC, f"{_CONTINUES}{situation.refusal}")
+    refusal = situation.refusal
+    if refusal and situation.observed.is_dry_run_unanswered:
+        known = kept_refusal(situation.job)
+        if not known:
+            message = f"{_CONTINUES}{refusal}. The operator tries the layout of the spec again"
+            return Finding("Unknown", Reason.API_REQUEST_FAILED, message)
+        refusal = known
+    if refusal:
+        return Finding("False", Reason.INVALID_SPEC, f"{_CONTINUES}{refusal}")
     if situation.condition(Condition.LAYOUT_APPLIED) is None or change(situation):
         return None
     return Finding("True", Reason.LAYOUT_APPLIED, "the layout of the spec is in force")

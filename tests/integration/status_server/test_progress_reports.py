@@ -298,7 +298,9 @@ async def test_replicas_share_the_certificates_of_one_secret(serve: Any, trainer
         ("get secrets/ppojob-dashboard-key", True),
         ("update secrets/ppojob-dashboard-key", False),
         ("list secrets", False),
-        ("create pods", False),
+        # As a dry run alone: `test_admission_policy`.
+        ("create pods", True),
+        ("delete pods", False),
         ("update ppojobs", False),
         ("patch ppojobs", False),
         ("patch ppojobs --subresource=status", True),

@@ -49,8 +49,8 @@ OF_A_POD = [
     ),
     (
         422,
-        'Pod "x-1" is invalid: spec.containers[0].env[0].valueFrom.fieldRef.fieldPath: Invalid value: "other.spec.x"',
-        '{0}.spec.containers[0].env[0].valueFrom.fieldRef.fieldPath: Invalid value: "other.spec.x"',
+        'Pod "x-1" is invalid: spec.containers[0].env[0].valueFrom.fieldRef.fieldPath: Invalid value: "spec.x"',
+        '{0}.spec.containers[0].env[0].valueFrom.fieldRef.fieldPath: Invalid value: "spec.x"',
     ),
     (
         403,

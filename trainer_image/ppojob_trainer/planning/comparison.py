@@ -38,9 +38,8 @@ _KINDS_OF_SECONDS: Final = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's number is at a rate
-    that comes from a run of the same job.
-    """
+    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's rate comes from a run
+    of the same job."""
 
     run: str
     what: str

@@ -62,7 +62,8 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
     # Engines that sleep have their share only while they generate.
     with_share = pool.memory.generation if spec.engines_sleep_in(pool.name) else pool.memory.most
     excess = with_share + pool.memory.processes - most_planned(gpu)
-    lower = share - excess / gpu.memory
-    least = (engine.weights + engine.working) / gpu.memory
+    lower = round(share - excess / gpu.memory - 0.005, 2)
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    least = (engine.weights + engine.working + engine.cache_per_token * length) / gpu.memory
     if excess > 0 and lower > least:
-        yield engine.share, f"rollout.gpuMemoryUtilization: {lower - 0.005:.2f} (now {share:g})"
+        yield engine.share, f"rollout.gpuMemoryUtilization: {lower:.2f} (now {share:g})"

@@ -235,10 +235,12 @@ def _of_weights(work: Workload, runs: Sequence[TimedRun]) -> float | None:
     """Return the seconds of a push; None if too few runs have one."""
     sent = [run for run in runs if Phase.UPDATE_WEIGHTS in run.seconds]
     reloaded = [run for run in sent if run.workload.is_reloaded]
+    copied = [run for run in sent if not run.workload.is_reloaded]
     if work.is_reloaded and reloaded:
         of_byte = statistics.median(run.seconds[Phase.UPDATE_WEIGHTS] / run.workload.weight_bytes for run in reloaded)
-        return work.weight_bytes * of_byte
-    copied = [run for run in sent if not run.workload.is_reloaded]
+        # No push of a few weights to such an engine was measured: it takes at least as long as one that copies.
+        least = min((run.seconds[Phase.UPDATE_WEIGHTS] for run in copied), default=0.0)
+        return max(least, work.weight_bytes * of_byte)
     if len(copied) < 2:
         return None
     sizes = [run.workload.weight_bytes for run in copied]

@@ -128,8 +128,11 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
         passes, ranks = passes_of(spec, role), spec.pool(role.pool).gpus
         updates = passes.in_minibatch * passes.minibatches
         of_role = measured[name]
-        is_own_reference = name == "actor" and spec.placement.ref is not None and "ref" not in roles
-        forward = passes.in_batch * (2 if is_own_reference else 1)
+        num_passes = 1
+        if name == "actor":
+            is_own_reference = spec.placement.ref is not None and "ref" not in roles
+            num_passes = (not spec.algorithm.bypasses_old_log_probs) + is_own_reference
+        forward = passes.in_batch * num_passes
         for kind in sorted({*of_role.traffic, *of_role.update_traffic, *of_role.step_traffic}):
             each = forward * of_role.traffic[kind] + updates * of_role.update_traffic[kind]
             each += passes.minibatches * of_role.step_traffic[kind]

@@ -307,6 +307,21 @@ def test_after_such_a_refusal_a_retry_has_the_layout_before_and_the_next_trainer
     assert world.verdict(Condition.LAYOUT_APPLIED) == ("True", Reason.LAYOUT_APPLIED)
 
 
+def test_a_dry_run_without_an_answer_does_not_make_a_refusal_forgotten() -> None:
+    world = World().run()
+    world.refusal = "no PriorityClass with name high was found"
+    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"priorityClassName": "high"}}}]).settle()
+
+    world.refusal, world.is_silent = "a dry run that was not answered: 503", True
+    world.settle().wait(10).settle()
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.INVALID_SPEC)
+    assert "no PriorityClass" in world.condition(Condition.LAYOUT_APPLIED).message
+
+    world.pod_is_gone("head").settle().wait(10).settle()
+    assert world.status["attempt"] == 1
+    assert all("priorityClassName" not in group["template"]["spec"] for group in groups_of(world.made[-1]))
+
+
 def groups_of(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = cluster["spec"]["workerGroupSpecs"]
     return found

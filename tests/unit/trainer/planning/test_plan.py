@@ -205,20 +205,22 @@ def test_traffic_by_hand(tmp_path: Path) -> None:
     assert batch.bytes_each == 5 * sequences + 5 * floats + column(64, 4) + sequences + 7 * floats
 
 
+@pytest.mark.parametrize("method", ["Truncate", "Bypass"])
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_an_actor_that_is_its_own_reference_computes_another_pass(tmp_path: Path, lora: dict[str, int] | None) -> None:
+def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str, int] | None, method: str) -> None:
     """With adapters and without a model of the reference, the actor without adapters is the reference."""
 
     def gathering(work: Work) -> Measured:
         return replace(stub(work), traffic=Counter(gather=7), update_traffic=Counter(gather=11))
 
     model = {"actor": {"path": write_config(tmp_path), "lora": lora}}
-    found = plan_job(job(write_config(tmp_path), model=model), {"all": H200}, runner=gathering)
+    algorithm = {"rolloutCorrection": {"method": method}}
+    found = plan_job(job(write_config(tmp_path), model=model, algorithm=algorithm), {"all": H200}, runner=gathering)
     roles = {name: one.role for name, one in found.roles.items()}
     links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
     (gathered,) = [link.bytes_each for link in links if link.what == "actor: gather"]
     # Two micro-batches of 8 sequences of 128 tokens on each of two ranks.
-    assert gathered == (2 * 2 * 7 if lora else 2 * 7) + 2 * 11
+    assert gathered == 2 * 7 * ((method != "Bypass") + (lora is not None)) + 2 * 11
     assert ("ref" in roles) == (lora is None)
 
 

@@ -125,8 +125,6 @@ class RolloutEngine:
             raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
         self._finds_stops = arguments.scheduler_cls == SCHEDULER and is_known(self._llm.renderer.tokenizer)
         await self._workers("ppojob_end_with", os.getpid())
-        if self.options.device is Device.CUDA:
-            await self._workers("ppojob_use_trainers_kernel")
         if self.options.speculative is not None:
             await self._workers("ppojob_verify_by_seed")
         if self.options.routing_replay:

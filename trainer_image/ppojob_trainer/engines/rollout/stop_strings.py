@@ -8,8 +8,10 @@ becomes a message of the scheduler. Here `ResponseScheduler` looks for them itse
 * when one of them is sampled, the bytes of the last tokens say whether the string is complete.
 
 The result is vLLM's (`BaseIncrementalDetokenizer`): special tokens have no text, the string that is complete first ends
-the response, the response keeps the token that completes it, and `stop_reason` is the string. It holds for tokenizers
-whose text is the bytes of the tokens one after the other (`is_known`); for others, vLLM looks for the strings.
+the response, the response keeps the token that completes it, and `stop_reason` is the string. One difference: if a
+token completes a string and begins a letter of several bytes, vLLM waits for the rest of the letter. It holds for
+tokenizers whose text is the bytes of the tokens one after the other (`is_known`); for others, vLLM looks for the
+strings.
 """
 
 from __future__ import annotations

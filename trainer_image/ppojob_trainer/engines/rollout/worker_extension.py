@@ -43,7 +43,6 @@ from ppojob_trainer.engines.rollout.owner import end_with
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
-from ppojob_trainer.engines.rollout.sampled_log_probs import use_trainers_kernel
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.boxes import Box
@@ -96,11 +95,6 @@ class WeightReceiverExtension:
         """Record the experts of each token where vLLM has no argument for it: in its first model runner."""
         if not self.use_v2_model_runner:
             record_experts(self.model_runner)
-
-    def ppojob_use_trainers_kernel(self) -> None:
-        """Compute log-probs of sampled tokens with the trainer's kernel, where vLLM's second model runner is used."""
-        if self.use_v2_model_runner:
-            use_trainers_kernel()
 
     @returns_failures
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:

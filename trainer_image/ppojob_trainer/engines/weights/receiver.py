@@ -96,7 +96,7 @@ class WeightReceiver:
             stream.drain()
             raise WeightSyncError(
                 f"version {version} of the weights has only the tensors that training changes, and this engine does "
-                "not have the others: it was connected anew, its last push failed, or it released its weights"
+                "not have the others: it was reconnected, its last push failed, or it released its weights"
             )
         return stream
 
