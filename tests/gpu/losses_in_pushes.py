@@ -92,9 +92,9 @@ class _PausingSender(WeightSender):
         self._root, self._pausing = root, _PausingSource(root, source)
         super().__init__(self._pausing, plans, address, timeout_seconds, device, bucket_bytes=1)
 
-    def push(self, version: int) -> list[Receipt]:
+    def push(self, version: int, *, is_partial: bool = False) -> list[Receipt]:
         self._pausing.pauses = version == LOST_STEP and not _half(self._root).exists()
-        return super().push(version)
+        return super().push(version, is_partial=is_partial)
 
 
 class _PausingSource:

@@ -43,7 +43,7 @@ class _Model:
 class _Sender:
     """Stands for the way of the weights."""
 
-    def push(self, version: int) -> list[Receipt]:
+    def push(self, version: int, *, is_partial: bool = False) -> list[Receipt]:
         return [Receipt(version, 1, 8, (1,))]
 
 
