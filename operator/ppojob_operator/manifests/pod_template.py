@@ -68,7 +68,7 @@ def problems(base: Template, user: Mapping[str, Any], path: str) -> Iterator[Fie
 
 
 def _removals(base: Mapping[str, Any], user: Mapping[str, Any], path: str) -> Iterator[FieldError]:
-    """Yield the values that would remove a field of the operator's, or replace an object or a list of its own."""
+    """Yield the values that would remove a field that the operator sets, or give it another type."""
     for name in sorted(set(base) & set(user)):
         ours, value, here = base[name], user[name], f"{path}.{name}"
         if value is None:

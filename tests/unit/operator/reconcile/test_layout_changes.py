@@ -16,6 +16,7 @@ TWO_CRITICS: dict[str, Any] = {"pools": [ACTOR, {**CRITIC, "nodes": 2}]}
 ONE_POOL: dict[str, Any] = {"pools": [ACTOR], "placement": {"actor": "actor"}}
 TWO_SLICES: dict[str, Any] = {"actor": {"miniBatchSize": 8, "sequenceParallelSize": 2}}
 ILLEGAL: dict[str, Any] = {"pools": [{**ACTOR, "podTemplate": {"spec": {"restartPolicy": "Always"}}}, CRITIC]}
+HIGH_PRIORITY: dict[str, Any] = {"pools": [ACTOR, {**CRITIC, "podTemplate": {"spec": {"priorityClassName": "high"}}}]}
 NO_RETRIES = (0, 0, 0)
 
 
@@ -290,7 +291,7 @@ def test_a_layout_that_the_api_server_refuses_leaves_the_job_alone() -> None:
 def test_after_such_a_refusal_a_retry_has_the_layout_before_and_the_next_trainer_tries_again() -> None:
     world = World().run()
     world.refusal = "no PriorityClass with name high was found"
-    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"priorityClassName": "high"}}}]).settle()
+    world.edit(**HIGH_PRIORITY).settle()
 
     world.pod_is_gone("head").settle().wait(10).settle()
     assert world.status["attempt"] == 1
@@ -310,7 +311,7 @@ def test_after_such_a_refusal_a_retry_has_the_layout_before_and_the_next_trainer
 def test_a_dry_run_without_an_answer_does_not_make_a_refusal_forgotten() -> None:
     world = World().run()
     world.refusal = "no PriorityClass with name high was found"
-    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": {"spec": {"priorityClassName": "high"}}}]).settle()
+    world.edit(**HIGH_PRIORITY).settle()
 
     world.refusal, world.is_silent = "a dry run that was not answered: 503", True
     world.settle().wait(10).settle()
