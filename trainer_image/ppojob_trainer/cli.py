@@ -120,6 +120,16 @@ def plan(
             show_default="H200",
         ),
     ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            "--network",
+            metavar="GB/S",
+            help="What the network between hosts delivers for each GPU, in GB per second and direction.",
+            show_default="that of the vendor's servers, such as 50",
+            min=0.001,
+        ),
+    ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are in bytes.")] = False,
     layouts: Annotated[
         bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
@@ -141,11 +151,12 @@ def plan(
         kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
         found = plan_job(spec, kinds)
         others = list(plan_other_sizes(spec, kinds)) if layouts else []
+        bytes_per_s = None if network is None else network * 1e9
         if is_json:
-            typer.echo(as_json(found, others))
+            typer.echo(as_json(found, others, bytes_per_s))
         else:
             # Wide enough for the tables, also in a pipe.
-            text = as_text(found, others, each_error=each_error)
+            text = as_text(found, others, each_error=each_error, network=bytes_per_s)
             Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(text, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)

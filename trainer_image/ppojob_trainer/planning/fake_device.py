@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, debug
@@ -30,6 +30,8 @@ from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, offload
 from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh
 from ppojob_trainer.maths import log_probs
+from ppojob_trainer.planning.network import from_other_hosts
+from ppojob_trainer.planning.work import Traffic
 
 __all__ = ["LiveBytes", "as_on_cuda", "fake_ranks"]
 
@@ -48,16 +50,18 @@ _ANY_TIMEOUT: Final = timedelta(seconds=60)
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are created inside it and still exist.
 
-    now, peak: live bytes, and the most since `restart`. received: bytes that this rank receives in collectives, by
-    operation, since `restart`. kinds: the kinds of traffic of some groups, by the groups' names; others are named after
-    the operation.
+    now, peak: live bytes, and the most since `restart`. traffic: what this rank receives in collectives since
+    `restart`, by kind. kinds: the kinds of traffic of some groups, by the groups' names; others are named after the
+    operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_host: int | None = None) -> None:
+        """`per_host`: ranks of a host; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
-        self.received: Counter[str] = Counter()
+        self.traffic = Traffic()
+        self._per_host = per_host
         self.kinds: dict[str, str] = {}
         self._sizes: dict[int, int] = {}
         self._is_on_host = False
@@ -66,7 +70,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         """Begin a new peak and new sums of traffic."""
         self.peak = self.now
-        self.received = Counter()
+        self.traffic = Traffic()
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -123,14 +127,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
-    def _receive(self, name: str, args: Any, found: Any) -> None:
+    def _receive(self, name: str, args: Any, result: Any) -> None:
         if "wait" in name or name.startswith("send"):
             return
-        sizes = [tensor.nbytes for tensor in tree_iter((args, found)) if isinstance(tensor, Tensor)]
+        sizes = [tensor.nbytes for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor)]
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
         kind = next((self.kinds[each] for each in args if isinstance(each, str) and each in self.kinds), kind)
         # Of a gather the result is the largest, of a reduction what is sent.
-        self.received[kind] += max(sizes, default=0)
+        size = max(sizes, default=0)
+        self.traffic.received[kind] += size
+        if self._per_host is not None:
+            source = next((each for each in args if type(each) is int), None) if kind == "pipeline" else None
+            found = from_other_hosts(name, size, _ranks_of(args), dist.get_rank(), self._per_host, source)
+            self.traffic.from_other_hosts[kind] += round(found)
+
+
+def _ranks_of(args: Sequence[Any]) -> list[int]:
+    """Return the ranks of the group that is among an operation's arguments, as an object or by its name."""
+    for each in args:
+        if isinstance(each, str):
+            return dist.get_process_group_ranks(_resolve_process_group(each))  # type: ignore[arg-type]
+        if isinstance(each, torch.ScriptObject) and each._type().qualified_name().endswith(".ProcessGroup"):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))
+    raise AssertionError(f"a collective has a group, and {args} has none")
 
 
 @contextmanager

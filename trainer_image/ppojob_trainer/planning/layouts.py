@@ -13,7 +13,8 @@ from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import Plan, Runner, plan_job
-from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.planning.role_memory import measure
+from ppojob_trainer.planning.work import Measured, Work
 
 __all__ = ["plan_other_sizes"]
 

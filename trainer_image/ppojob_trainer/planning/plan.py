@@ -24,8 +24,9 @@ from ppojob_trainer.planning.engine import plan_engine
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.pool import PoolPlan, RolePlan
 from ppojob_trainer.planning.remedies import remedies
-from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.roles import PlannedRole, Shapes, planned_roles, work_of
+from ppojob_trainer.planning.work import Measured, Work
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, size_of
 
 __all__ = ["HostPlan", "Plan", "Runner", "plan_job"]

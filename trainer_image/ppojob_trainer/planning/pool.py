@@ -9,8 +9,8 @@ from typing import Final
 from ppojob_trainer.main.memory_fit import Need, PoolMemory
 from ppojob_trainer.planning.engine import EnginePlan
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole
+from ppojob_trainer.planning.work import Measured
 
 __all__ = ["KNOWN_ERROR", "PoolPlan", "RolePlan", "most_planned"]
 

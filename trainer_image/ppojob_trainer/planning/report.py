@@ -22,11 +22,14 @@ _GB: Final = 1e9
 _COLUMNS: Final = ("parameters (billions)", "weights", "gradients", "optimizer", "activations", "peak")
 
 
-def as_text(plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False) -> Group:
+def as_text(
+    plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False, network: float | None = None
+) -> Group:
     """Return the tables and sentences of a plan.
 
     Args:
         others: plans of other sizes of its pools.
+        network: see `seconds.seconds_of`.
         each_error: show the plan beside each measured number, instead of the range of its errors.
     """
     parts: list[RenderableType] = [_words(plan), ""]
@@ -34,16 +37,16 @@ def as_text(plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False
         parts += [_pool(pool), *_engine(plan, pool), *[f"  change {change}" for change in pool.changes], ""]
     parts += [_hosts(plan.hosts), "", _links(_links_of(plan)), ""]
     if others:
-        parts += [_layouts([plan, *others]), ""]
-    parts += [_seconds(plan), "", (_errors if each_error else _ranges)(stored()[0])]
-    if notes := [*plan.notes, *phases_beyond_limit(plan)]:
+        parts += [_layouts([plan, *others], network), ""]
+    parts += [_seconds(plan, network), "", (_errors if each_error else _ranges)(stored()[0])]
+    if notes := [*plan.notes, *phases_beyond_limit(plan, network)]:
         parts += ["", *[f"note: {note}" for note in notes]]
     return Group(*parts)
 
 
-def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
+def as_json(plan: Plan, others: Sequence[Plan] = (), network: float | None = None) -> str:
     """Return the same as JSON; sizes in bytes."""
-    seconds = _seconds_of(plan)
+    seconds = _seconds_of(plan, network)
     pools = [
         {
             "pool": pool.name,
@@ -83,9 +86,10 @@ def as_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
         "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
         "links": [vars(link) for link in _links_of(plan)],
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
+        "networkSeconds": seconds.network,
         "idleShares": _idle_shares(plan),
         "assumptions": list(_assumptions(plan)),
-        "notes": [*plan.notes, *phases_beyond_limit(plan)],
+        "notes": [*plan.notes, *phases_beyond_limit(plan, network)],
         "layouts": [
             {"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits, "isClose": one.is_close}
             for one in others
@@ -180,14 +184,14 @@ def _hosts(hosts: Sequence[HostPlan]) -> Table:
     return table
 
 
-def _layouts(plans: Sequence[Plan]) -> Table:
+def _layouts(plans: Sequence[Plan], network: float | None) -> Table:
     table = _table("GPUs of the pools", "GPUs", "most on a GPU, GB", "step, s", "")
     for number, plan in enumerate(plans):
         sizes = ", ".join(f"{pool.name} {pool.gpus}" for pool in plan.spec.pools)
         most = max(pool.total for pool in plan.pools)
         verdict = plan.verdict + ("" if number else ": the job as it is")
         gpus = str(sum(pool.gpus for pool in plan.spec.pools))
-        table.add_row(sizes, gpus, _gb(most), f"{_seconds_of(plan).step.seconds:.1f}", verdict)
+        table.add_row(sizes, gpus, _gb(most), f"{_seconds_of(plan, network).step.seconds:.1f}", verdict)
     return table
 
 
@@ -197,9 +201,10 @@ def _links_of(plan: Plan) -> list[Link]:
 
 
 def _links(links: Sequence[Link]) -> Table:
-    table = _table("traffic of a step", "link", "GB each", "number")
+    table = _table("traffic of a step", "link", "GB each", "number", "GB each from other hosts")
     for link in links:
-        table.add_row(link.what, link.way, f"{link.bytes_each / _GB:.2f}", str(link.number))
+        outside = f"{link.from_other_hosts / _GB:.2f}" if link.from_other_hosts else ""
+        table.add_row(link.what, link.way, f"{link.bytes_each / _GB:.2f}", str(link.number), outside)
     return table
 
 
@@ -207,37 +212,43 @@ def _slowest(plan: Plan) -> Gpu:
     return min((pool.gpu for pool in plan.pools), key=lambda gpu: gpu.peak_flops)
 
 
-def _seconds_of(plan: Plan) -> Seconds:
+def _seconds_of(plan: Plan, network: float | None) -> Seconds:
     roles = {name: found.role for name, found in plan.roles.items()}
     work = workload_of(plan.spec, roles, {name: found.measured for name, found in plan.roles.items()})
-    return seconds_of(plan.spec, work, _slowest(plan), timed_runs(), _idle_shares(plan))
+    return seconds_of(plan.spec, work, _slowest(plan), timed_runs(), _idle_shares(plan), network)
 
 
 def _idle_shares(plan: Plan) -> dict[str, float]:
     return idle_shares(plan.spec, {name: found.role for name, found in plan.roles.items()})
 
 
-def _seconds(plan: Plan) -> Group:
-    found, gpu = _seconds_of(plan), _slowest(plan)
-    table = _table("seconds of a step", "")
+def _seconds(plan: Plan, network: float | None) -> Group:
+    found, gpu = _seconds_of(plan, network), _slowest(plan)
+    has_network = any(found.network.values())
+    table = _table("seconds of a step", "", *(["network between hosts"] if has_network else []))
     idle = _idle_shares(plan)
     for phase, seconds in found.phases.items():
         waits = f" (pipeline: {idle[phase]:.0%} idle)" if phase in idle else ""
-        table.add_row(phase + waits, f"{seconds:.1f}")
+        of_network = [f"{found.network[phase]:.1f}" if found.network[phase] else ""] if has_network else []
+        table.add_row(phase + waits, f"{seconds:.1f}", *of_network)
     table.add_row("step", f"{found.step.seconds:.1f}")
     measured = list(dict.fromkeys(f"{run.gpu.name}s" for run in timed_runs()))
     scaled = "" if f"{gpu.name}s" in measured else f", scaled to {gpu.name} by the data sheets"
     rates = (
-        f"Rates: {len(timed_runs())} runs on one or two {' or '.join(measured)} (docs/measured.md){scaled}. "
-        "Networks between hosts are not in them."
+        f"Rates: {len(timed_runs())} runs on one or two {' or '.join(measured)} of one host (docs/measured.md){scaled}."
     )
+    if has_network:
+        rates += (
+            f" Between hosts: {(gpu.network if network is None else network) / _GB:g} GB/s for each GPU (--network); "
+            "no run on several hosts was measured."
+        )
     return Group(table, rates)
 
 
-def phases_beyond_limit(plan: Plan) -> Iterator[str]:
+def phases_beyond_limit(plan: Plan, network: float | None = None) -> Iterator[str]:
     """Yield a sentence for each phase that would end an attempt, because it takes longer than its limit."""
     limit = plan.spec.trainer.phase_timeout_seconds
-    for phase, seconds in _seconds_of(plan).phases.items():
+    for phase, seconds in _seconds_of(plan, network).phases.items():
         if seconds > limit:
             yield (
                 f"{phase} may take {seconds:.0f} s if all responses have data.maxResponseLength tokens: more than "

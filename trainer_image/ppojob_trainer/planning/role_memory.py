@@ -13,9 +13,8 @@ the first one (embedding, most micro-batches in flight), the second one (message
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import repeat
 from operator import or_
@@ -30,10 +29,9 @@ from transformers import PretrainedConfig
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
-from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.experts import active_share, expert_modules
 from ppojob_trainer.engines.train.fsdp.loading import allocate
-from ppojob_trainer.engines.train.fsdp.model import LoadOptions, build_critic, build_policy
+from ppojob_trainer.engines.train.fsdp.model import build_critic, build_policy
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import Pipelined, Received, in_window
@@ -45,70 +43,12 @@ from ppojob_trainer.engines.train.objectives import Objective, PolicyObjective, 
 from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.planning.fake_device import LiveBytes, as_on_cuda, fake_ranks
+from ppojob_trainer.planning.work import Measured, Traffic, Work
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 
-__all__ = ["Measured", "Work", "measure"]
+__all__ = ["measure"]
 
 _READ_BY_LOSSES = (Keys.OLD_LOG_PROBS, Keys.ADVANTAGES, Keys.VALUES, Keys.RETURNS)
-
-
-@dataclass(frozen=True)
-class Work:
-    """One role's model and its fullest pass.
-
-    kind: actor, critic, ref or reward_model. dims: of its ranks. sequences: of a full micro-batch, each of
-    prompt_tokens and response_tokens. num_passes: micro-batches of a minibatch. num_forward: micro-batches of the whole
-    batch; only a pipeline's memory depends on it. training: None if nothing is trained.
-    """
-
-    kind: str
-    config: PretrainedConfig
-    options: LoadOptions
-    dims: ParallelDims
-    sequences: int
-    num_passes: int
-    prompt_tokens: int
-    response_tokens: int
-    training: ActorSpec | CriticSpec | None = None
-    num_forward: int = 1
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Bytes of one rank, beside the parameters of the whole model. layer_parameters: that compute for a token.
-    expert_layers: layers of the whole model that have experts.
-
-    forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
-    are sent to the engines, without moments; 0 if the role sends none. changing: of the weights that are sent, what
-    training changes; None: all. traffic, update_traffic:
-    bytes that the rank receives from others for one micro-batch of such a pass, by kind. step_traffic: once in an
-    optimizer step; without a pipeline it is part of update_traffic. Of a pipeline, each number is the most of any
-    rank.
-    """
-
-    num_parameters: int
-    weights: int
-    layer_parameters: float = 0.0
-    expert_layers: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    forward: int = 0
-    update: int = 0
-    push: int = 0
-    changing: int | None = None
-    traffic: Counter[str] = field(default_factory=Counter)
-    update_traffic: Counter[str] = field(default_factory=Counter)
-    step_traffic: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def peak(self) -> int:
-        """Most live bytes in any of the role's phases."""
-        return max(self.forward, self.update)
-
-    @property
-    def activations(self) -> int:
-        """What the peak holds beside weights, gradients and optimizer: activations, gathered layers, logits."""
-        return self.peak - self.weights - self.gradients - self.optimizer
 
 
 def measure(work: Work) -> Measured:
@@ -119,7 +59,7 @@ def measure(work: Work) -> Measured:
 
 def measure_stage(work: Work, stage: int) -> Measured:
     """Run the role's passes once, on the first of the ranks that have a stage; without a pipeline, on rank 0."""
-    live = LiveBytes()
+    live = LiveBytes(work.per_host)
     with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
         live.kinds = _kinds(parallel)
         module = _built(work, parallel)
@@ -131,8 +71,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
             found = Measured(num_parameters, live.now, layer_parameters, _expert_layers(module))
             found = _forward(work, module, micro, schedule, live, found)
             if work.kind == "actor":
-                push, changing = _pushed(work, cast(PolicyModule, module), live)
-                found = replace(found, push=push, changing=changing)
+                found = _pushed(work, cast(PolicyModule, module), live, found)
             if work.training is None:
                 return found
             assert micro is not None, "a reward model is not trained"
@@ -142,8 +81,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
 def _most(stages: Sequence[Measured]) -> Measured:
     numbers = ("weights", "gradients", "optimizer", "forward", "update", "push")
     most: dict[str, Any] = {name: max(getattr(stage, name) for stage in stages) for name in numbers}
-    # Of counters, `|` is the larger count of each key.
-    traffic = ("traffic", "update_traffic", "step_traffic")
+    traffic = ("traffic", "update_traffic", "step_traffic", "push_traffic")
     most |= {name: reduce(or_, (getattr(stage, name) for stage in stages)) for name in traffic}
     return replace(stages[0], **most)
 
@@ -239,13 +177,13 @@ class _Schedule:
         passes, messages = Pipelined(peers, hidden, before_backward), neighbours * width * hidden.nbytes
         return cls(passes, micro, enough, in_window(peers.size, peers.virtual), width, messages)
 
-    def forward(self, module: nn.Module, number: int, live: LiveBytes) -> tuple[int, Counter[str]]:
+    def forward(self, module: nn.Module, number: int, live: LiveBytes) -> tuple[int, Traffic]:
         """Run a forward pass of a number of micro-batches; return its peak, and the traffic of a micro-batch."""
         plan = self._plan(min(number, self.window))
         self.passes.forward(repeat(self.micro, plan.number), plan, partial(_compute, module))
         return self._extended(min(number, self.window), plan, live)
 
-    def backward(self, work: Work, module: nn.Module, num_averaged: int, live: LiveBytes) -> tuple[int, Counter[str]]:
+    def backward(self, work: Work, module: nn.Module, num_averaged: int, live: LiveBytes) -> tuple[int, Traffic]:
         """Run forward and backward passes of a minibatch; return their peak, and the traffic of a micro-batch."""
         plan = self._plan(work.num_passes)
         loss = partial(_loss, work, num_averaged)
@@ -255,9 +193,8 @@ class _Schedule:
     def _plan(self, number: int) -> MicroBatchPlan:
         return MicroBatchPlan(min(number, self.enough), self.width, self.width)
 
-    def _extended(self, number: int, plan: MicroBatchPlan, live: LiveBytes) -> tuple[int, Counter[str]]:
-        received = Counter({kind: size // plan.number for kind, size in live.received.items()})
-        return live.peak + (number - plan.number) * self.messages, received
+    def _extended(self, number: int, plan: MicroBatchPlan, live: LiveBytes) -> tuple[int, Traffic]:
+        return live.peak + (number - plan.number) * self.messages, live.traffic // plan.number
 
 
 def _compute(module: nn.Module, micro: MicroBatch, received: Received | None = None) -> tuple[Tensor, ...]:
@@ -291,11 +228,11 @@ def _forward(
     else:
         _compute(module, micro)
     _reshard(module)
-    return replace(found, forward=live.peak, traffic=live.received)
+    return replace(found, forward=live.peak, traffic=live.traffic)
 
 
-def _pushed(work: Work, module: PolicyModule, live: LiveBytes) -> tuple[int, int | None]:
-    """Gather all weights, as the first push does; return its peak with the sender's bucket, and `Measured.changing`."""
+def _pushed(work: Work, module: PolicyModule, live: LiveBytes, found: Measured) -> Measured:
+    """Gather all weights, as the first push does; its peak includes the sender's bucket."""
     weights = ShardedWeights(module.language_model, work.options.dtype, stage=module.stage)
     # transformers converts tensors without memory for it, which would count.
     specs = weights.specs()
@@ -303,7 +240,12 @@ def _pushed(work: Work, module: PolicyModule, live: LiveBytes) -> tuple[int, int
     live.restart()
     for _ in weights.gather_parameters():
         pass
-    return live.peak + BUCKET_BYTES, sum(changing) if len(changing) < len(specs) else None
+    return replace(
+        found,
+        push=live.peak + BUCKET_BYTES,
+        changing=sum(changing) if len(changing) < len(specs) else None,
+        push_traffic=live.traffic,
+    )
 
 
 def _update(
@@ -326,10 +268,10 @@ def _update(
     num_averaged = work.dims.of_stage // work.dims.tensor
     if schedule is not None:
         peak, received = schedule.backward(work, module, num_averaged, live)
-        live.received.clear()
+        live.traffic = Traffic()
     else:
         _backward(work, module, micro, optimizer, num_averaged, live)
-        peak, received = live.peak, live.received
+        peak, received = live.peak, live.traffic
     _reshard(module)
     gradients = live.now - found.weights - moments
     sum_tied_gradients(sharded.language_model, sharded.stage)
@@ -340,7 +282,7 @@ def _update(
         optimizer=moments,
         update=max(peak, live.peak),
         update_traffic=received,
-        step_traffic=Counter() if schedule is None else live.received,
+        step_traffic=Traffic() if schedule is None else live.traffic,
     )
 
 
@@ -368,7 +310,7 @@ def _backward(
         sharded.set_requires_gradient_sync(True)
     elif work.num_passes > 1:
         _give_gradients(optimizer)
-    live.received.clear()
+    live.traffic = Traffic()
     run()
 
 

@@ -21,7 +21,7 @@ from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.fsdp.reward import padded_parts
 from ppojob_trainer.engines.train.model_fit import check_context, check_heads
 from ppojob_trainer.maths.packing import micro_batches
-from ppojob_trainer.planning.role_memory import Work
+from ppojob_trainer.planning.work import Work
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, dims_of
 
 __all__ = ["Passes", "PlannedRole", "Shapes", "passes_of", "planned_roles", "work_of"]
@@ -187,6 +187,7 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
         prompt_tokens=spec.data.max_prompt_length,
         response_tokens=spec.data.max_response_length,
         training=role.training,
+        per_host=spec.pool(role.pool).gpus_per_node,
     )
 
 

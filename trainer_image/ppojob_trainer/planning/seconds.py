@@ -15,7 +15,11 @@ The measured runs have no pipelines. The p ranks of a pipeline with v stages eac
 passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
 over the GPUs takes longer by that. If v is above 1, and m is no multiple of p, they also wait for the micro-batches
 that would fill the last round of p, at most once in each stage but the last. Stages are taken to be equally fast, and
-messages between them to cost nothing.
+messages between them to cost nothing on a host.
+
+The measured runs are of one host. The network between hosts delivers what `network` counts: weights that are gathered,
+gradients that are reduced, and hidden states of stages, all while the GPUs compute, so a phase takes at least as long;
+tokens for experts and keys of other ranks, for which a layer waits, take their time in addition.
 """
 
 from __future__ import annotations
@@ -40,9 +44,9 @@ from ppojob_trainer.engines.train.model_fit import (
 )
 from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
-from ppojob_trainer.planning.traffic import bytes_of_push
+from ppojob_trainer.planning.traffic import bytes_of_push, network_bytes, network_bytes_of_push
+from ppojob_trainer.planning.work import Measured
 
 __all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
 
@@ -55,6 +59,7 @@ _COMPUTED: Final = {
     Phase.UPDATE_ACTOR: "actor",
 }
 _UPDATES: Final = (Phase.UPDATE_CRITIC, Phase.UPDATE_ACTOR)
+_AWAITED: Final = ("exchange", "experts", "keys")
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Workload:
     """What a step computes. operations: of each phase, over all its GPUs. gpus: of each phase. decode_bytes: that an
     engine's GPU reads for one token of all its sequences. decode_steps: tokens of a response. weight_bytes: of a push.
     is_reloaded: the engine reloads its weights. expert_bytes: of the rows for experts, of each phase, over all its
-    GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts.
+    GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts. prefetched,
+    awaited: what comes from other hosts in each phase and in a push, for the adapter of one GPU: while the GPUs
+    compute, and while they wait for it.
     """
 
     operations: Mapping[str, float]
@@ -72,6 +79,8 @@ class Workload:
     weight_bytes: float
     is_reloaded: bool = False
     expert_bytes: Mapping[str, float] = field(default_factory=dict)
+    prefetched: Mapping[str, float] = field(default_factory=dict)
+    awaited: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
@@ -90,10 +99,11 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of each phase, and of a step."""
+    """Seconds of each phase, and of a step. network: of each phase's traffic between hosts, which `phases` include."""
 
     phases: Mapping[str, float]
     step: StepTime
+    network: Mapping[str, float]
 
 
 def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> Workload:
@@ -108,6 +118,12 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         for phase, source in computed.items()
         if measured[source].expert_layers
     }
+    between_hosts = {
+        phase: network_bytes(spec, roles[source], measured[source], is_update=phase in _UPDATES)
+        for phase, source in computed.items()
+    }
+    awaited = {phase: float(sum(found[kind] for kind in _AWAITED)) for phase, found in between_hosts.items()}
+    prefetched = {phase: found.total() - awaited[phase] for phase, found in between_hosts.items()}
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
     actor: Any = roles["actor"].config.get_text_config()
     parts = spec.rollout.tensor_parallel_size
@@ -125,6 +141,8 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         weight_bytes=bytes_of_push(spec, measured["actor"]),
         is_reloaded=_is_reloaded(spec, actor),
         expert_bytes=expert_bytes,
+        prefetched=prefetched | {Phase.UPDATE_WEIGHTS: network_bytes_of_push(spec, measured["actor"])},
+        awaited=awaited,
     )
 
 
@@ -172,9 +190,19 @@ def waits_of_update(number: int, ranks: int, virtual: int) -> int:
 
 
 def seconds_of(
-    spec: PPOJobSpec, work: Workload, gpu: Gpu, runs: Sequence[TimedRun], idle: Mapping[str, float] | None = None
+    spec: PPOJobSpec,
+    work: Workload,
+    gpu: Gpu,
+    runs: Sequence[TimedRun],
+    idle: Mapping[str, float] | None = None,
+    network: float | None = None,
 ) -> Seconds:
-    """Return the predicted seconds of a step on GPUs of one kind; `idle`: see `idle_shares`."""
+    """Return the predicted seconds of a step on GPUs of one kind.
+
+    Args:
+        idle: see `idle_shares`.
+        network: bytes per second that the network between hosts delivers for each GPU; None: that of `gpu`.
+    """
     found: dict[str, float] = {}
     of_experts = _seconds_of_expert_bytes(runs)
     for phase in work.operations:
@@ -195,7 +223,12 @@ def seconds_of(
         )
     if (sending := _of_weights(work, runs)) is not None:
         found[Phase.UPDATE_WEIGHTS] = sending
-    return Seconds(found, step_time(found, layout_of(spec)))
+    network = gpu.network if network is None else network
+    awaited = {phase: work.awaited.get(phase, 0.0) / network for phase in found}
+    prefetched = {phase: work.prefetched.get(phase, 0.0) / network for phase in found}
+    found = {phase: max(seconds, prefetched[phase]) + awaited[phase] for phase, seconds in found.items()}
+    both = {phase: prefetched[phase] + awaited[phase] for phase in found}
+    return Seconds(found, step_time(found, layout_of(spec)), both)
 
 
 def _of_operations(work: Workload, phase: str, gpu: Gpu, runs: Sequence[TimedRun]) -> tuple[float, float] | None:

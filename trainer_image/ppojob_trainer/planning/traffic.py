@@ -1,11 +1,14 @@
 """Bytes that move in a step, by link, if each response has the most tokens that the spec allows. Called by `plan`.
 
+Pools are taken to be on hosts of their own, unless all GPUs of the job fit into one.
+
 The links of the weights, the columns of the batch and the collectives are those of the code: `link_plans`, the columns
 that each method declares, and the calls of FSDP and of the pipeline's schedule on fake tensors.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,29 +19,32 @@ from transformers import PretrainedConfig
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
-from ppojob_trainer.planning.role_memory import Measured
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
+from ppojob_trainer.planning.work import Measured
 from ppojob_trainer.protocol import FIELDS, Keys
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 
-__all__ = ["Link", "bytes_of_push", "links_of"]
+__all__ = ["Link", "bytes_of_push", "links_of", "network_bytes", "network_bytes_of_push"]
 
 _BFLOAT16: Final = 2
 _ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
 _BEFORE_UPDATES: Final = (*_ROLLOUT, Keys.TOKEN_LEVEL_SCORES, Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB)
+_GPUS_OF_A_HOST: Final = 8
 _WAYS: Final = {"cuda_ipc": "on a GPU (CUDA IPC)", "nccl": "from actor rank 0 (NCCL)"}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What moves in a step: bytes of one sender or rank, and how many there are."""
+    """What moves in a step: bytes of one sender or rank, and how many there are. from_other_hosts: what of them enters
+    the host through the adapter of one GPU."""
 
     what: str
     way: str
     bytes_each: float
     number: int
+    from_other_hosts: float = 0.0
 
 
 def links_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> list[Link]:
@@ -51,6 +57,31 @@ def bytes_of_push(spec: PPOJobSpec, actor: Measured) -> int:
     if actor.changing is None or not engines_keep_weights(spec):
         return actor.num_parameters * _BFLOAT16
     return actor.changing
+
+
+def network_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> Counter[str]:
+    """Return what enters a rank's host from others in a pass or update over a batch, by kind, for one GPU's adapter."""
+    passes, found = passes_of(spec, role), Counter[str]()
+    if not is_update or role.trained is None:
+        parts = [(measured.traffic, passes.in_batch)]
+    else:
+        in_minibatches = passes.in_minibatch * passes.minibatches
+        parts = [(measured.update_traffic, in_minibatches), (measured.step_traffic, passes.minibatches)]
+    for traffic, number in parts:
+        for kind, size in traffic.from_other_hosts.items():
+            found[kind] += size * number
+    return found
+
+
+def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
+    """Return the same of a push: the most of gathering the weights, and of sending them to an engine."""
+    share = bytes_of_push(spec, actor) / (actor.num_parameters * _BFLOAT16)
+    gathered = share * sum(actor.push_traffic.from_other_hosts.values())
+    return max([gathered, *(link.from_other_hosts for link in _weights(spec, actor))])
+
+
+def _are_on_one_host(spec: PPOJobSpec) -> bool:
+    return all(pool.nodes == 1 for pool in spec.pools) and sum(pool.gpus for pool in spec.pools) <= _GPUS_OF_A_HOST
 
 
 def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
@@ -70,7 +101,8 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
             way = f"from {len(senders)} actor ranks (NCCL)"
         # A part has a few tensors whole, such as norms; they are small.
         each = size if plan.part is None else size / parts
-        found[plan.backend] = Link("weights", way, each, number + len(plan.receivers))
+        from_others = each if plan.backend == "nccl" and not _are_on_one_host(spec) else 0.0
+        found[plan.backend] = Link("weights", way, each, number + len(plan.receivers), from_others)
     if (stages := spec.actor.pipeline_parallel_size) > 1:
         # Every stage broadcasts its layers, because every rank may be a sender.
         between = Link(
@@ -133,8 +165,13 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
             is_own_reference = spec.placement.ref is not None and "ref" not in roles
             num_passes = (not spec.algorithm.bypasses_old_log_probs) + is_own_reference
         forward = passes.in_batch * num_passes
-        for kind in sorted({*of_role.traffic, *of_role.update_traffic, *of_role.step_traffic}):
-            each = forward * of_role.traffic[kind] + updates * of_role.update_traffic[kind]
-            each += passes.minibatches * of_role.step_traffic[kind]
-            found.append(Link(f"{name}: {kind}", "between its ranks", each, ranks))
+        parts = (
+            (of_role.traffic, forward),
+            (of_role.update_traffic, updates),
+            (of_role.step_traffic, passes.minibatches),
+        )
+        for kind in sorted({kind for traffic, _ in parts for kind in traffic.received}):
+            each = sum(number * traffic.received[kind] for traffic, number in parts)
+            outside = sum(number * traffic.from_other_hosts[kind] for traffic, number in parts)
+            found.append(Link(f"{name}: {kind}", "between its ranks", each, ranks, outside))
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.gpus import GPUS, Gpu
-from ppojob_trainer.planning.role_memory import Measured, Work
+from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import job, write_config
 
 MB = 10**6

@@ -13,7 +13,7 @@ from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.pool import KNOWN_ERROR, PoolPlan, most_planned
 from ppojob_trainer.planning.report import as_json, as_text
-from ppojob_trainer.planning.role_memory import Measured, Work
+from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import job, write_config
 from tests.unit.trainer.planning.stubs import H200, plan, stub
 

@@ -13,8 +13,9 @@ from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.planning import role_memory
-from ppojob_trainer.planning.role_memory import Work, measure
+from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.roles import passes_of, planned_roles, work_of
+from ppojob_trainer.planning.work import Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
@@ -35,16 +36,16 @@ def work(folder: Path, dims: ParallelDims, **options: Any) -> Work:
 def test_bytes_of_gathered_keys_by_hand(tmp_path: Path) -> None:
     """A layer gathers once; the backward pass gathers again, and sends the gradients of all keys."""
     found = measure(work(tmp_path, TWO))
-    assert found.traffic["keys"] == LAYERS * GATHERED
-    assert found.update_traffic["keys"] == LAYERS * 3 * GATHERED
-    assert found.traffic["exchange"] == 0
-    assert measure(work(tmp_path, ParallelDims(sequence=2))).traffic["keys"] == 0
+    assert found.traffic.received["keys"] == LAYERS * GATHERED
+    assert found.update_traffic.received["keys"] == LAYERS * 3 * GATHERED
+    assert found.traffic.received["exchange"] == 0
+    assert measure(work(tmp_path, ParallelDims(sequence=2))).traffic.received["keys"] == 0
 
 
 def test_ranks_that_divide_heads_gather_their_heads_alone(tmp_path: Path) -> None:
     found = measure(work(tmp_path, ParallelDims(sequence=2, context=2)))
-    assert found.traffic["keys"] == LAYERS * GATHERED / 2
-    assert found.traffic["exchange"] > 0
+    assert found.traffic.received["keys"] == LAYERS * GATHERED / 2
+    assert found.traffic.received["exchange"] > 0
 
 
 def test_a_rank_has_the_activations_of_its_slice(tmp_path: Path) -> None:

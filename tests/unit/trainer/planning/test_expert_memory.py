@@ -14,7 +14,8 @@ from ppojob_trainer.engines.train.fsdp import expert_blocks
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.planning import fake_device, role_memory
-from ppojob_trainer.planning.role_memory import Work, measure, measure_stage
+from ppojob_trainer.planning.role_memory import measure, measure_stage
+from ppojob_trainer.planning.work import Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
@@ -64,33 +65,37 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
 def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
     """A layer sends its rows and receives them again; the backward pass computes both again, and sends gradients."""
     found = measure(work(tmp_path, TWO))
-    assert found.traffic["experts"] == LAYERS * (2 * ROWS + COUNTS)
-    assert found.update_traffic["experts"] == LAYERS * (3 * 2 * ROWS + 2 * COUNTS)
-    assert measure(work(tmp_path, ParallelDims(shard=2))).traffic["experts"] == 0
+    assert found.traffic.received["experts"] == LAYERS * (2 * ROWS + COUNTS)
+    assert found.update_traffic.received["experts"] == LAYERS * (3 * 2 * ROWS + 2 * COUNTS)
+    assert measure(work(tmp_path, ParallelDims(shard=2))).traffic.received["experts"] == 0
 
 
 def test_the_exchange_of_sequence_parallel_ranks_is_another(tmp_path: Path) -> None:
     found = measure(work(tmp_path, ParallelDims(sequence=2, expert=2)))
-    assert 0 < found.traffic["experts"] <= LAYERS * (2 * ROWS + COUNTS)
-    assert found.traffic["exchange"] > 0
+    assert 0 < found.traffic.received["experts"] <= LAYERS * (2 * ROWS + COUNTS)
+    assert found.traffic.received["exchange"] > 0
 
 
 def test_tensor_parallel_ranks_exchange_their_slices_of_the_tokens(tmp_path: Path) -> None:
     found = measure(work(tmp_path, IN_SLICES))
-    assert found.traffic["experts"] == LAYERS * (2 * ROWS // 2 + COUNTS)
+    assert found.traffic.received["experts"] == LAYERS * (2 * ROWS // 2 + COUNTS)
     alone = measure(work(tmp_path, ParallelDims(tensor=2)))
-    assert alone.traffic["experts"] == 0
+    assert alone.traffic.received["experts"] == 0
     in_experts = LAYERS * EXPERTS * ONE_EXPERT
-    assert alone.traffic["gather"] - found.traffic["gather"] == 2 * in_experts, "undivided experts are gathered"
+    assert alone.traffic.received["gather"] - found.traffic.received["gather"] == 2 * in_experts, (
+        "undivided experts are gathered"
+    )
 
 
 def test_a_rank_gathers_its_own_experts_alone(tmp_path: Path) -> None:
     """In bfloat16, over the ranks that own the same ones; if there are no others, nothing."""
     whole = measure(work(tmp_path, ParallelDims(shard=4)))
     in_experts = LAYERS * EXPERTS * ONE_EXPERT
-    gathered = {size: measure(work(tmp_path, ParallelDims(shard=4, expert=size))).traffic["gather"] for size in (2, 4)}
-    assert whole.traffic["gather"] - gathered[2] == 2 * in_experts / 2
-    assert whole.traffic["gather"] - gathered[4] == 2 * in_experts
+    gathered = {
+        size: measure(work(tmp_path, ParallelDims(shard=4, expert=size))).traffic.received["gather"] for size in (2, 4)
+    }
+    assert whole.traffic.received["gather"] - gathered[2] == 2 * in_experts / 2
+    assert whole.traffic.received["gather"] - gathered[4] == 2 * in_experts
 
 
 def test_divided_experts_are_sharded_over_all_ranks(tmp_path: Path) -> None:
@@ -112,7 +117,8 @@ def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Pa
     for number in ("weights", "gradients", "optimizer"):
         assert sum(getattr(stage, number) for stage in stages) == pytest.approx(getattr(whole, number), rel=0.01)
     for number in ("traffic", "update_traffic"):
-        assert sum(getattr(stage, number)["experts"] for stage in stages) == getattr(whole, number)["experts"], number
+        of_stages = [getattr(stage, number).received["experts"] for stage in stages]
+        assert sum(of_stages) == getattr(whole, number).received["experts"], number
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

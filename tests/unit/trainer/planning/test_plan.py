@@ -17,9 +17,10 @@ from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.layouts import plan_other_sizes
 from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
-from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
+from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, job, write_config, write_experts
 from tests.unit.trainer.planning.stubs import H200, MB, plan, stub
 
@@ -211,7 +212,7 @@ def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str
     """With adapters and without a model of the reference, the actor without adapters is the reference."""
 
     def gathering(work: Work) -> Measured:
-        return replace(stub(work), traffic=Counter(gather=7), update_traffic=Counter(gather=11))
+        return replace(stub(work), traffic=Traffic(Counter(gather=7)), update_traffic=Traffic(Counter(gather=11)))
 
     model = {"actor": {"path": write_config(tmp_path), "lora": lora}}
     algorithm = {"rolloutCorrection": {"method": method}}

@@ -22,7 +22,8 @@ from ppojob_trainer.engines.train.mesh import init_process_group
 from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
-from ppojob_trainer.planning.role_memory import Measured, Work, measure
+from ppojob_trainer.planning.role_memory import measure
+from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.batches import PROMPT, RESPONSE, SEQUENCES, real_batch
 from tests.unit.trainer.planning.jobs import LAYERS, write_config
 
@@ -109,8 +110,8 @@ def test_each_option_changes_the_peak_in_its_direction(tmp_path: Path) -> None:
 def test_every_axis_is_planned(tmp_path: Path, dims: ParallelDims) -> None:
     found: Measured = measure(work(tmp_path, dims, gradient_checkpointing=True))
     assert found.peak > found.weights + found.optimizer
-    assert found.update_traffic["exchange" if dims.sequence > 1 else "reduce"] > 0
-    assert found.update_traffic["experts"] == 0
+    assert found.update_traffic.received["exchange" if dims.sequence > 1 else "reduce"] > 0
+    assert found.update_traffic.received["experts"] == 0
 
 
 def test_adapters_on_divided_layers_by_hand(tmp_path: Path) -> None:
@@ -149,9 +150,9 @@ def test_critic_and_reward_model_are_planned(tmp_path: Path) -> None:
 def test_gathered_bytes_are_those_of_the_layers(tmp_path: Path) -> None:
     """In bfloat16: once in a pass, and once more in the backward pass, but the last group stays gathered for it."""
     found, count = measure(work(tmp_path, SHARDED, gradient_checkpointing=True)), parameters(tmp_path)
-    assert found.traffic["gather"] == pytest.approx(2 * count, rel=0.05)
-    assert 2 * count < found.update_traffic["gather"] <= 2 * 2 * count
-    assert found.update_traffic["reduce"] == pytest.approx(4 * count, rel=0.05)
+    assert found.traffic.received["gather"] == pytest.approx(2 * count, rel=0.05)
+    assert 2 * count < found.update_traffic.received["gather"] <= 2 * 2 * count
+    assert found.update_traffic.received["reduce"] == pytest.approx(4 * count, rel=0.05)
 
 
 def test_live_bytes_are_those_of_pytorchs_own_tracker() -> None:

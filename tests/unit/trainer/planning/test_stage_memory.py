@@ -15,7 +15,8 @@ from ppojob_trainer.engines.train.batch import MicroBatchPlan
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.planning import role_memory
-from ppojob_trainer.planning.role_memory import Measured, Work, measure, measure_stage
+from ppojob_trainer.planning.role_memory import measure, measure_stage
+from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
@@ -140,18 +141,18 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(tmp_pat
 def test_traffic_between_stages_by_hand(tmp_path: Path) -> None:
     """Each micro-batch's hidden states, and in an update their gradients back; ends of a tied embedding exchange it."""
     stages = stages_of(work(tmp_path, THREE))
-    assert [stage.traffic["pipeline"] for stage in stages] == [0, MESSAGE, MESSAGE]
-    assert [stage.update_traffic["pipeline"] for stage in stages] == [MESSAGE, 2 * MESSAGE, MESSAGE]
+    assert [stage.traffic.received["pipeline"] for stage in stages] == [0, MESSAGE, MESSAGE]
+    assert [stage.update_traffic.received["pipeline"] for stage in stages] == [MESSAGE, 2 * MESSAGE, MESSAGE]
     gradient = 4 * VOCABULARY * HIDDEN
-    assert [stage.step_traffic["pipeline"] for stage in stages] == [gradient, 0, gradient]
-    assert measure(work(tmp_path, THREE)).update_traffic["pipeline"] == 2 * MESSAGE
+    assert [stage.step_traffic.received["pipeline"] for stage in stages] == [gradient, 0, gradient]
+    assert measure(work(tmp_path, THREE)).update_traffic.received["pipeline"] == 2 * MESSAGE
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(sequence=2, pipeline=2), ParallelDims(2, 1, 1, 2, pipeline=2)])
 def test_stages_are_divided_by_all_other_axes(tmp_path: Path, dims: ParallelDims) -> None:
     found = measure(work(tmp_path, dims, gradient_checkpointing=True))
     assert found.peak > found.weights + found.optimizer
-    assert found.update_traffic["pipeline"] > 0
+    assert found.update_traffic.received["pipeline"] > 0
 
 
 def test_options_and_the_reference_are_planned_for_stages(tmp_path: Path) -> None:
