@@ -24,7 +24,7 @@ from tests.unit.trainer.planning.test_role_memory import work as role_work
 
 CHUNK = 6
 PHASES = ("old_log_prob", "values", "ref", "update_critic", "update_actor", "gen")
-TWO_HOSTS = {"pools": [{"name": "all", "gpusPerNode": 2, "nodes": 2}]}
+TWO_HOSTS: dict[str, Any] = {"pools": [{"name": "all", "gpusPerNode": 2, "nodes": 2}]}
 
 
 def entering(ranks: list[int], host: int, per_host: int) -> int:
