@@ -2,7 +2,8 @@
 
 `reconcile.ownership` decides. This module reads the Leases of other operators, at most every ten seconds, writes the
 owner into `status.operator` before anything is created for the job, and emits one Event for a job of another operator.
-A job that this operator already owns costs no API call.
+A job that this operator already owns costs no API call. Jobs of a namespace that is not served are ignored or
+released.
 """
 
 import logging
@@ -18,6 +19,7 @@ from ppojob_operator.cluster import Cluster
 from ppojob_operator.leadership import Lease
 from ppojob_operator.plan import EventRecord, Job, JobKey, OtherLease
 from ppojob_operator.reconcile.status import owned
+from ppojob_operator.served_namespaces import ServedNamespaces
 from ppojob_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,12 @@ class Adopter:
     """Adopts jobs, and remembers which ones belong to other operators."""
 
     def __init__(
-        self, cluster: Cluster, own: OperatorStatus, patience: float, clock: Callable[[], float] = monotonic
+        self,
+        cluster: Cluster,
+        own: OperatorStatus,
+        patience: float,
+        namespaces: ServedNamespaces,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Adopt jobs for one operator.
 
@@ -53,11 +60,13 @@ class Adopter:
             cluster: the API server.
             own: the identity of this operator.
             patience: seconds without a renewal after which another operator's jobs are taken over.
+            namespaces: those that this operator serves.
             clock: seconds that only grow.
         """
         self._cluster = cluster
         self._own = own
         self._patience = patience
+        self._namespaces = namespaces
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._left_alone: set[JobKey] = set()
@@ -69,11 +78,14 @@ class Adopter:
         return len(self._left_alone)
 
     async def adopt(self, job: Job) -> Job | None:
-        """Return the job with this operator in its status, or None if it belongs to another operator.
+        """Return the job with this operator in its status, or None if this operator does not reconcile it.
 
         Raises:
             ApiError: the owner could not be written, or another operator was faster; reconcile again.
         """
+        is_served = self._namespaces.serves(job.key.namespace)
+        if not is_served and ownership.may_leave(job, self._own):
+            return await self._release(job)
         rival = ownership.rival(job, self._own)
         other = None if rival is None else await self._observe_lease(rival)
         adoption = ownership.judge(job, self._own, other, self._patience)
@@ -86,6 +98,22 @@ class Adopter:
         self._left_alone.discard(job.key)
         await self._emit_once(job, adoption.event)
         return job if adoption.status is None else replace(job, status=adoption.status)
+
+    async def _release(self, job: Job) -> Job | None:
+        """Ignore a job of a namespace that is not served; return it if something of it still has to be deleted."""
+        self._left_alone.discard(job.key)
+        adoption = ownership.release(job, self._own, self._namespaces.rule)
+        if adoption.status is None:
+            # Nothing is written where another release may serve the namespace.
+            self._log_once(job, adoption.event)
+            return None
+        clusters, fetch_job = await self._cluster.list_clusters(job.key), await self._cluster.read_fetch_job(job.key)
+        if clusters or fetch_job is not None:
+            return job
+        if not await self._cluster.write_status(job, owned(adoption.status)):
+            raise ApiUnavailable(f"PPOJob {job.key} was deleted or re-created while it was being released")
+        await self._emit_once(job, adoption.event)
+        return None
 
     def forget(self, key: JobKey) -> None:
         """Forget a deleted job."""
@@ -112,14 +140,20 @@ class Adopter:
 
     async def _emit_once(self, job: Job, event: EventRecord | None) -> None:
         """Log and emit an Event, once until its reason changes."""
-        if event is None:
-            self._emitted.pop(job.key, None)
+        if not self._log_once(job, event) or event is None:
             return
-        if self._emitted.get(job.key) == event.reason:
-            return
-        self._emitted[job.key] = event.reason
-        logger.log(logging.WARNING if event.is_warning else logging.INFO, "%s: %s", job.key, event.message)
         try:
             await self._cluster.emit(job, event)
         except ApiError as error:
             logger.info("%s: the Event could not be written: %s", job.key, error)
+
+    def _log_once(self, job: Job, event: EventRecord | None) -> bool:
+        """Log an Event, once until its reason changes; return whether it was."""
+        if event is None:
+            self._emitted.pop(job.key, None)
+            return False
+        if self._emitted.get(job.key) == event.reason:
+            return False
+        self._emitted[job.key] = event.reason
+        logger.log(logging.WARNING if event.is_warning else logging.INFO, "%s: %s", job.key, event.message)
+        return True

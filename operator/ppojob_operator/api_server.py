@@ -234,7 +234,7 @@ def _resource(path: str) -> str:
     """Return the resource of a path template, such as `pods` or `ppojobs/status`."""
     parts = [part for part in path.split("/") if part and not part.startswith("{") and part != "namespaces"]
     group_and_version = 2 if parts[0] == "api" else 3
-    return "/".join(parts[group_and_version:])
+    return "/".join(parts[group_and_version:]) or "namespaces"
 
 
 def _decode(data: bytes) -> Any:

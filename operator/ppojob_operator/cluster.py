@@ -35,6 +35,7 @@ _PODS = "/api/v1/namespaces/{namespace}/pods"
 _CLAIMS = "/api/v1/namespaces/{namespace}/persistentvolumeclaims"
 _FETCH_JOBS = "/apis/batch/v1/namespaces/{namespace}/jobs"
 _EVENTS = "/api/v1/namespaces/{namespace}/events"
+_NAMESPACES = "/api/v1/namespaces"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 _COLLECTIONS = {
     "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
@@ -68,6 +69,11 @@ class Cluster:
         """Return the PPOJobs of a namespace, or of all namespaces if it is empty."""
         answer = await self._api.call("GET", JOBS if namespace else _ALL_JOBS, namespace)
         return _items(answer.expect(200))
+
+    async def list_namespaces(self, selector: str) -> list[str]:
+        """Return the names of the namespaces whose labels match a selector."""
+        answer = await self._api.call("GET", _NAMESPACES, query={"labelSelector": selector})
+        return [raw["metadata"]["name"] for raw in _items(answer.expect(200))]
 
     async def serves_jobs(self, namespace: str) -> bool:
         """Return whether the API server serves PPOJobs in a namespace, or in all namespaces if it is empty."""

@@ -86,7 +86,9 @@ class LeaderTasks:
         dashboard = Dashboard(self._session, timeout=self._settings.request_timeout, guard=guard)
         notifier = self._notifier(guard)
         loop = Loop(self._settings, cluster, dashboard, self._surroundings, hooks, notifier)
-        watches = Watches(self._settings, cluster, loop.enqueue, metrics.count_watch_failure)
+        watches = Watches(
+            self._settings, cluster, loop.enqueue, loop.namespaces.changed, count_failure=metrics.count_watch_failure
+        )
         self._health.check(_WATCH, loop.watch_problem)
         self._health.ready_when(_WATCHES, lambda: None if watches.is_ready else "not connected yet")
         self._loop = loop

@@ -44,6 +44,7 @@ from ppojob_operator.reconcile import (
     show_refusal,
 )
 from ppojob_operator.report_times import ReportTimes
+from ppojob_operator.served_namespaces import ServedNamespaces
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.work_queue import WorkQueue, wait
 
@@ -54,7 +55,6 @@ _BURST = 0.2
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _IDLE_TICK = 1.0
-_ALL_NAMESPACES = ""
 _REFUSALS = (ApiRefused, ApiFailed)
 _TRIAL_SECONDS = 60.0
 """Of all dry runs of a layout. The rest of a pass needs time too (`pass_timeout`)."""
@@ -99,9 +99,10 @@ class Loop:
         self._hooks = hooks
         self._clock = clock
         self._leading_since = clock()
-        self._adopter = Adopter(cluster, own_identity(settings), settings.take_over_after)
         self._report_times = ReportTimes()
         self._queue = WorkQueue()
+        self.namespaces = ServedNamespaces(settings, cluster, self._queue.add)
+        self._adopter = Adopter(cluster, own_identity(settings), settings.take_over_after, self.namespaces)
         self._num_errors: dict[JobKey, int] = {}
         self._states: dict[JobKey, JobState] = {}
         self._watched: set[JobKey] = set()
@@ -141,10 +142,11 @@ class Loop:
     async def run(self, stop: asyncio.Event) -> None:
         """Reconcile jobs until `stop` is set; reconciles in progress are finished first."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.namespaces.run(stop))
             for _ in range(self._settings.workers):
                 tasks.create_task(self._work(stop))
             # A task for each namespace: one that cannot be listed does not delay the others.
-            for namespace in self._settings.watch_namespaces or (_ALL_NAMESPACES,):
+            for namespace in self.namespaces.scopes:
                 tasks.create_task(self._resync(namespace, stop))
 
     async def _work(self, stop: asyncio.Event) -> None:
@@ -223,7 +225,7 @@ class Loop:
         self._queue.add(key, pause)
 
     async def reconcile(self, key: JobKey) -> str:
-        """Reconcile a job once. Return `ok`, `gone` (it does not exist) or `left` (another operator's).
+        """Reconcile a job once. Return `ok`, `gone` (it does not exist) or `left` (it is not ours).
 
         Raises:
             ApiError, DashboardError: the plan was not completed; reconcile again.

@@ -4,6 +4,7 @@
     this operator        it reconciles the job, and updates its version in the status
     another operator     the job is ignored; it is taken over if that operator's Lease is not renewed for long enough
     ppojob.dev/operator  the operator that the annotation names takes the job over; all others ignore it
+    namespace not served this operator runs its accepted jobs to their end, releases its others, and ignores the rest
 
 An operator is identified by its release's namespace and Lease, which are the same for all replicas, restarts and
 upgrades. `adoption.py` calls this for the loop, and the admission webhook to validate only its own jobs. Pure.
@@ -17,11 +18,14 @@ from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Condition, Reason
 from ppojob_api.v1alpha1.status import OperatorStatus, PPOJobStatus
 from ppojob_operator.plan import EventRecord, Job, OtherLease
 from ppojob_operator.reconcile import is_finished
+from ppojob_operator.reconcile.retry import is_requested
+from ppojob_operator.reconcile.states import State, state_of
 
 _ACTION = "Ownership"
 _OWNER = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:/([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?))?")
 _LEASE_DURATIONS = 2
 """Minimum wait for another Lease, as a multiple of that Lease's duration. No setting lowers it."""
+_NOTHING_RUNS = (State.PENDING, State.SUSPENDED)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,37 @@ def judge(job: Job, own: OperatorStatus, other: OtherLease | None, patience: flo
     return Adoption(True, None if is_settled else job.status.model_copy(update={"operator": own}), event)
 
 
+def may_leave(job: Job, own: OperatorStatus) -> bool:
+    """Return whether this operator may stop reconciling a job whose namespace it does not serve.
+
+    Not if it has accepted the job, which may have a RayCluster: the job runs to its end, with its retries. Nothing runs
+    of a suspended job, and an ended job that should run again is a new start.
+    """
+    if not _is_owned(job, own):
+        return True
+    if job.is_deleting:
+        return False
+    if is_finished(job.status):
+        return is_requested(job)
+    return state_of(job.status) in _NOTHING_RUNS
+
+
+def release(job: Job, own: OperatorStatus, rule: str) -> Adoption:
+    """Return what to write about a job that `may_leave`: its owner removes itself, so that another may take the job.
+
+    Args:
+        job: the job.
+        own: the identity of this operator.
+        rule: the setting that excludes the job's namespace.
+    """
+    words = (
+        f"namespace {job.key.namespace} does not match {rule} of {_name(own)}, which does not reconcile the job: label "
+        "the namespace so that it matches, or create the job in a namespace that does"
+    )
+    event = EventRecord(Reason.NAMESPACE_NOT_SERVED, words, is_warning=True, action=_ACTION)
+    return Adoption(False, job.status.model_copy(update={"operator": None}) if _is_owned(job, own) else None, event)
+
+
 def rival(job: Job, own: OperatorStatus) -> OperatorStatus | None:
     """Return the other operator whose Lease decides whether the job is taken over; None: there is none."""
     owner = job.status.operator
@@ -108,6 +143,10 @@ def annotation_problem(requested: str | None) -> str:
     )
 
 
+def _is_owned(job: Job, own: OperatorStatus) -> bool:
+    return job.status.operator is not None and is_same(job.status.operator, own)
+
+
 def _requested_owner(job: Job) -> _RequestedOwner | None:
     found = _OWNER.fullmatch(job.requested_owner or "")
     return None if found is None else _RequestedOwner(found[1], found[2])
@@ -134,7 +173,8 @@ def _not_ours(words: str) -> EventRecord:
 
 def _owned_by_another(owner: OperatorStatus, own: OperatorStatus, *, is_lease_readable: bool) -> str:
     unseen = "" if is_lease_readable else ", and may not read the other's Lease"
-    remedy = f"limit one of them by watchNamespaces, uninstall it, or hand the job over ({ANNOTATION_OPERATOR})"
+    limit = "limit one of them by watchNamespaces or namespaceSelector"
+    remedy = f"{limit}, uninstall it, or hand the job over ({ANNOTATION_OPERATOR})"
     return f"the job is run by {_name(owner)}; {_itself(own)} does not reconcile it{unseen}: {remedy}"
 
 

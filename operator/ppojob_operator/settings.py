@@ -4,6 +4,7 @@ The chart sets the variables. Each has the prefix `PPOJOB_` and the field's name
 come from the downward API. This module reads no file and knows nothing about Kubernetes.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ppojob_api.v1alpha1.notification import NotificationType
+from ppojob_operator.label_selector import LabelSelector
 from ppojob_operator.logs import LogFormat
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -88,6 +90,17 @@ def _valid_namespaces(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _parsed(selector: object) -> object:
+    """Parse the value of a variable that has JSON."""
+    if not isinstance(selector, str):
+        return selector
+    try:
+        return json.loads(selector)
+    except ValueError as error:
+        example = '{"matchLabels": {"ppojob.dev/enabled": "true"}}'
+        raise ValueError(f"not JSON ({error}): write a LabelSelector, such as {example}") from error
+
+
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
@@ -103,6 +116,8 @@ class Settings(BaseModel):
     """The operator's pod, which Events name as their reporter."""
     watch_namespaces: Annotated[tuple[str, ...], BeforeValidator(_parts), AfterValidator(_valid_namespaces)] = ()
     """Namespaces of the PPOJobs; the variable separates them by commas. Empty: all namespaces."""
+    namespace_selector: Annotated[LabelSelector, BeforeValidator(_parsed)] = LabelSelector()
+    """Labels of the namespaces of the PPOJobs, instead of their names; the variable has JSON. Empty: any labels."""
     log_level: LogLevel = LogLevel.INFO
     """Level of the log."""
     log_format: LogFormat = LogFormat.TEXT
@@ -192,6 +207,16 @@ class Settings(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _namespaces_are_chosen_in_one_way(self) -> Self:
+        if self.watch_namespaces and self.namespace_selector:
+            raise ValueError(
+                f"PPOJOB_WATCH_NAMESPACES={','.join(self.watch_namespaces)} and "
+                f"PPOJOB_NAMESPACE_SELECTOR={self.namespace_selector} are both set: name the namespaces or select them "
+                "by their labels, and leave the other variable empty"
+            )
+        return self
+
     @property
     def certificate_names(self) -> tuple[str, ...]:
         """The further names of the certificate."""
@@ -227,9 +252,15 @@ class Settings(BaseModel):
         except ValidationError as error:
             problems = [
                 # A rule about several variables names them itself.
-                f"{names[str(detail['loc'][0])]}={detail['input']!r}: {detail['msg']}"
+                f"{names[str(detail['loc'][0])]}{_inner(detail['loc'][1:])}={detail['input']!r}: {detail['msg']}"
                 if detail["loc"]
                 else detail["msg"]
                 for detail in error.errors(include_url=False)
             ]
             raise SettingsError("; ".join(problems)) from error
+
+
+def _inner(path: tuple[int | str, ...]) -> str:
+    """Return a place within a variable that has JSON, such as `.matchExpressions[0].operator`."""
+    # Pydantic adds [key] to the name of a field if the name itself is wrong.
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")

@@ -14,9 +14,10 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator import ownership
-from ppojob_operator.plan import OtherLease, Trouble
+from ppojob_operator.plan import JobKey, OtherLease, Trouble
 from ppojob_operator.reading import read_job
 from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.kubectl.status_table import missing_operator
 from ppojob_trainer.main.connection import check_gpus
 from ppojob_trainer.main.memory_fit import check_memory
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
@@ -123,6 +124,16 @@ def test_a_job_of_another_operator() -> None:
 
     assert event is not None
     assert f"{event.reason}: {event.message}" in PAGE
+
+
+def test_a_job_that_no_operator_takes() -> None:
+    ours = OperatorStatus(namespace="ppojob-system", lease="ppojob-leader", version="0.2.0")
+    job = replace(read_job(World().raw), key=JobKey("team-b", "products"))
+    event = ownership.release(job, ours, "namespaceSelector (ppojob.dev/enabled=true)").event
+
+    assert event is not None
+    assert f"{job.key}: {event.message}" in PAGE
+    assert missing_operator({"metadata": {"namespace": "team-b"}}) in PAGE
 
 
 def test_gpus_that_ray_has_not() -> None:

@@ -58,10 +58,36 @@ go on running after an uninstall need it when the operator comes back. */}}
 {{- if .Values.watchNamespaces -}}{{- include "ppojob.name" . -}}{{- else -}}{{- include "ppojob.clusterWideName" . -}}{{- end -}}
 {{- end -}}
 
-{{/* Selects the watched namespaces, if the operator does not serve all. */}}
+{{/* Selects the watched namespaces. Empty: the operator serves all. */}}
 {{- define "ppojob.namespaceSelector" -}}
+{{- if .Values.watchNamespaces -}}
 matchExpressions:
   - {key: kubernetes.io/metadata.name, operator: In, values: {{ toJson .Values.watchNamespaces }}}
+{{- else if include "ppojob.chosenSelector" . -}}
+{{- toYaml .Values.namespaceSelector -}}
+{{- end -}}
+{{- end -}}
+
+{{/* namespaceSelector as JSON, after the checks that a schema cannot explain. Empty: it has no requirement. */}}
+{{- define "ppojob.chosenSelector" -}}
+{{- with .Values.namespaceSelector -}}
+{{- if or .matchLabels .matchExpressions -}}
+{{- if $.Values.watchNamespaces -}}
+{{- fail (printf "watchNamespaces is %s and namespaceSelector is %s: name the namespaces or select them by their labels, and remove the other value (--set watchNamespaces=null or --set namespaceSelector=null)" (toJson $.Values.watchNamespaces) (toJson .)) -}}
+{{- end -}}
+{{- range $number, $one := .matchExpressions -}}
+{{- $has := gt (len (default list $one.values)) 0 -}}
+{{- $needs := has $one.operator (list "In" "NotIn") -}}
+{{- if and $needs (not $has) -}}
+{{- fail (printf "namespaceSelector.matchExpressions[%d] is %s: operator %s needs values: name one at least, or use Exists or DoesNotExist" $number (toJson $one) $one.operator) -}}
+{{- end -}}
+{{- if and $has (not $needs) -}}
+{{- fail (printf "namespaceSelector.matchExpressions[%d] is %s: operator %s compares no values: remove them, or use In or NotIn" $number (toJson $one) $one.operator) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson . -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Objects without a namespace: another release must not meet them. */}}

@@ -137,6 +137,7 @@ class Reason:
     POOL_RESIZED = "PoolResized"
     OPERATOR_TOO_OLD = "OperatorTooOld"
     OTHER_OPERATOR = "OtherOperator"
+    NAMESPACE_NOT_SERVED = "NamespaceNotServed"
     OPERATOR_FAULT = "OperatorFault"
     PODS_RELEASED = "PodsReleased"
     API_REQUEST_FAILED = "ApiRequestFailed"

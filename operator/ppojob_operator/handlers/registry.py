@@ -20,6 +20,7 @@ View = Callable[[Mapping[str, Any]], Hashable]
 _OBJECTS_AT_ONCE = 200
 _IDLE_SECONDS = 0.2
 
+_NAMESPACES = ("", "v1", "namespaces")
 _VIEWS: Mapping[tuple[str, str, str], View] = {
     ("ray.io", "v1", "rayclusters"): cluster_view,
     ("batch", "v1", "jobs"): fetch_job_view,
@@ -28,8 +29,14 @@ _VIEWS: Mapping[tuple[str, str, str], View] = {
 """Group, version and plural of the objects that belong to jobs, and the part of each that policies read."""
 
 
-def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
-    """Return the handlers, which call `enqueue` with the job of an event."""
+def registry(enqueue: Enqueue, namespaces_changed: Callable[[], object] | None = None) -> kopf.OperatorRegistry:
+    """Return the handlers.
+
+    Args:
+        enqueue: called with the job of an event.
+        namespaces_changed: called if a selected namespace changes, or is not selected any more. None: no namespace is
+            watched, which would need a right.
+    """
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -49,6 +56,8 @@ def registry(enqueue: Enqueue) -> kopf.OperatorRegistry:
 
     for resource, view in _VIEWS.items():
         _watch_objects(handlers, changes, enqueue, resource, view)
+    if namespaces_changed is not None:
+        _watch_namespaces(handlers, namespaces_changed)
     return handlers
 
 
@@ -61,6 +70,12 @@ def _watch_objects(
     ) -> None:
         if changes.is_new(event["type"], uid or "", view(event["object"])):
             enqueue(JobKey(namespace or "", labels[constants.LABEL_JOB]))
+
+
+def _watch_namespaces(handlers: kopf.OperatorRegistry, changed: Callable[[], object]) -> None:
+    @kopf.on.event(*_NAMESPACES, registry=handlers)
+    async def namespace_changed(**_: Any) -> None:
+        changed()
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -89,6 +104,9 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # The API server filters, so pods, Jobs and RayClusters of others are not sent.
     for resource in _VIEWS:
         configured.watching.label_selectors[resource] = constants.LABEL_JOB
+    if settings.namespace_selector:
+        # The API server reports a namespace as added or deleted if its labels begin or cease to match.
+        configured.watching.label_selectors[_NAMESPACES] = str(settings.namespace_selector)
     # Limited to some namespaces, the operator may not read CustomResourceDefinitions and namespaces.
     configured.scanning.disabled = bool(settings.watch_namespaces)
     return configured

@@ -53,14 +53,21 @@ class Watches:
     """Kopf in a separate thread with its own event loop."""
 
     def __init__(
-        self, settings: Settings, cluster: Cluster, enqueue: Enqueue, count_failure: Callable[[], None] = lambda: None
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        enqueue: Enqueue,
+        namespaces_changed: Callable[[], None] = lambda: None,
+        *,
+        count_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`enqueue` and `count_failure` are called in the event loop that creates this object.
+        """`enqueue`, `namespaces_changed` and `count_failure` are called in the event loop that creates this object.
 
         Args:
             settings: of the operator.
             cluster: says which resources are served.
             enqueue: called with a job that has changed.
+            namespaces_changed: called if a namespace begins or ceases to match the selector.
             count_failure: called each time that the watches fail.
         """
         self._settings = settings
@@ -69,6 +76,7 @@ class Watches:
         self._ready = threading.Event()
         ours = asyncio.get_running_loop()
         self._enqueue: Enqueue = lambda key: ours.call_soon_threadsafe(enqueue, key)
+        self._namespaces_changed = lambda: ours.call_soon_threadsafe(namespaces_changed)
 
     @property
     def is_ready(self) -> bool:
@@ -164,7 +172,7 @@ class Watches:
         logger.info("watching PPOJobs, RayClusters, Jobs and pods in %s", ", ".join(names) or "all namespaces")
         where: dict[str, Any] = {"namespaces": names} if names else {"clusterwide": True}
         operator = kopf.operator(
-            registry=registry(self._enqueue),
+            registry=registry(self._enqueue, self._namespaces_changed if self._settings.namespace_selector else None),
             settings=kopf_settings(self._settings),
             standalone=True,
             # Kopf's default needs a user name. The type of this argument, a str, is not public.

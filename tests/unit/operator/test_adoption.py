@@ -12,8 +12,9 @@ from ppojob_api.v1alpha1.status import OperatorStatus
 from ppojob_operator.adoption import Adopter, own_identity
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
-from ppojob_operator.plan import EventRecord, Job, Manifest
+from ppojob_operator.plan import EventRecord, Job, JobKey, Manifest
 from ppojob_operator.reading import read_job
+from ppojob_operator.served_namespaces import ServedNamespaces
 from ppojob_operator.settings import Settings
 from tests.unit.operator.reconcile.worlds import KEY, UID, spec
 
@@ -37,6 +38,9 @@ class Lives:
         self.writes: list[Mapping[str, Any]] = []
         self.events: list[str] = []
         self.lease_reads: list[tuple[str, str]] = []
+        self.clusters: list[Manifest] = []
+        self.fetch_job: Manifest | None = None
+        self.namespaces = ServedNamespaces(Settings(), self, self.events.append)  # type: ignore[arg-type]
 
     @property
     def job(self) -> Job:
@@ -55,13 +59,25 @@ class Lives:
         self.status = dict(status)
         return self.is_there
 
+    async def list_clusters(self, key: JobKey) -> list[Manifest]:
+        return self.clusters
+
+    async def read_fetch_job(self, key: JobKey) -> Manifest | None:
+        return self.fetch_job
+
+    def lose_the_label(self) -> None:
+        """Let the job's namespace match the selector no more."""
+        selecting = Settings(namespace_selector={"matchLabels": {"ppojob.dev/enabled": "true"}})
+        self.namespaces = ServedNamespaces(selecting, self, self.events.append)  # type: ignore[arg-type]
+        self.namespaces._selected = frozenset(("elsewhere",))
+
     async def emit(self, job: Job, event: EventRecord) -> None:
         self.events.append(event.reason)
         if self.event_error is not None:
             raise self.event_error
 
     def adopter(self) -> Adopter:
-        return Adopter(self, OURS, PATIENCE, clock=lambda: self.now)  # type: ignore[arg-type]
+        return Adopter(self, OURS, PATIENCE, self.namespaces, clock=lambda: self.now)  # type: ignore[arg-type]
 
     def renew(self) -> None:
         """Let the other operator show that it lives."""
@@ -133,7 +149,7 @@ async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end:
 
 async def test_the_time_since_the_last_read_of_a_lease_is_no_silence_of_its_holder() -> None:
     lives = Lives(THEIRS)
-    adopter = Adopter(lives, OURS, 3.0, clock=lambda: lives.now)  # type: ignore[arg-type]
+    adopter = Adopter(lives, OURS, 3.0, lives.namespaces, clock=lambda: lives.now)  # type: ignore[arg-type]
     lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
 
     for _ in range(9):
@@ -183,6 +199,51 @@ async def test_a_job_that_was_deleted_while_it_was_claimed_is_reconciled_again()
 
     with pytest.raises(ApiUnavailable, match="was deleted or re-created while it was being adopted"):
         await lives.adopter().adopt(lives.job)
+
+
+@pytest.mark.parametrize("owner", [None, THEIRS])
+async def test_of_a_namespace_that_is_not_served_no_job_is_claimed_written_or_taken_over(
+    owner: OperatorStatus | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    lives = Lives(owner)
+    lives.lose_the_label()
+    lives.lease = None
+    adopter = lives.adopter()
+
+    for _ in range(9):
+        lives.now += 300
+        assert await adopter.adopt(lives.job) is None
+
+    assert (lives.writes, lives.events, lives.lease_reads, adopter.num_left_alone) == ([], [], [], 0)
+    words = "does not match namespaceSelector (ppojob.dev/enabled=true) of the operator in namespace ours"
+    assert [words in record.message for record in caplog.records] == [True]
+
+
+async def test_a_job_that_waits_is_released_once_when_its_namespace_is_not_served_any_more() -> None:
+    lives = Lives()
+    assert await lives.adopter().adopt(lives.job) is not None
+    lives.lose_the_label()
+    adopter = lives.adopter()
+
+    assert [await adopter.adopt(lives.job) for _ in range(3)] == [None] * 3
+
+    assert lives.writes[1:] == [{"conditions": []}]
+    assert (lives.status.get("operator"), lives.events) == (None, [Reason.NAMESPACE_NOT_SERVED])
+
+
+@pytest.mark.parametrize("left", ["RayCluster", "fetch"])
+async def test_a_job_is_not_released_before_its_objects_are_deleted(left: str) -> None:
+    lives = Lives(OURS)
+    lives.lose_the_label()
+    lives.clusters, lives.fetch_job = ([{}], None) if left == "RayCluster" else ([], {})
+    adopter = lives.adopter()
+
+    assert await adopter.adopt(lives.job) == lives.job
+    assert (lives.writes, lives.events) == ([], [])
+    lives.clusters, lives.fetch_job = [], None
+    assert await adopter.adopt(lives.job) is None
+    assert lives.events == [Reason.NAMESPACE_NOT_SERVED]
 
 
 class Server:

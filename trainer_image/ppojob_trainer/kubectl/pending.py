@@ -10,7 +10,7 @@ from datetime import datetime
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_trainer.kubectl.client import Raw
-from ppojob_trainer.kubectl.status_table import age, is_finished
+from ppojob_trainer.kubectl.status_table import age, is_finished, missing_operator
 
 _HEAD = "head"
 _MAX_EVENTS = 3
@@ -47,11 +47,8 @@ def explain(snapshot: JobSnapshot) -> list[str]:
         age(snapshot.job["metadata"].get("creationTimestamp"), snapshot.now),
     )
     lines = [f"{name}: {status.get('phase', 'Pending')}, {waited} old"]
-    if not conditions:
-        return [
-            *lines,
-            "  no operator has reconciled it yet: check that ppojob-operator runs and watches this namespace",
-        ]
+    if problem := missing_operator(snapshot.job):
+        return [*lines, f"  {problem}"]
     if is_finished(snapshot.job):
         return [*lines, "  the job has ended: see kubectl ppo status"]
     for kind, is_waiting in _BEFORE_THE_PODS.items():

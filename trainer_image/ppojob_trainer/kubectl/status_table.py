@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ppojob_api.v1alpha1.constants import Condition
+from ppojob_api.v1alpha1.constants import Condition, Phase
 from ppojob_trainer.kubectl.client import Raw
 
 _COLORS = {"Succeeded": "green", "Running": "cyan", "Failed": "red"}
@@ -45,6 +45,8 @@ def job_view(job: Raw, now: datetime) -> RenderableType:
         words = f"{failure['reason']}: {failure['message']}"
         parts += ["", Text(f"last failure (attempt {failure['attempt']}): {words}", style="red")]
     parts += [Text(line) for line in ("", *_places(status)) if len(_places(status))]
+    if problem := missing_operator(job):
+        parts += ["", Text(problem, style="red")]
     return Group(*parts)
 
 
@@ -65,6 +67,17 @@ def true_conditions(job: Raw) -> Raw:
 def is_finished(job: Raw) -> bool:
     """Return whether the job is complete or has failed."""
     return not _FINISHED.isdisjoint(true_conditions(job))
+
+
+def missing_operator(job: Raw) -> str:
+    """Return what to check if the job waits and no operator owns it; empty: one does."""
+    if "operator" in job.get("status", {}) or _phase(job) not in (Phase.PENDING, Phase.SUSPENDED):
+        return ""
+    namespace = job["metadata"]["namespace"]
+    return (
+        f"no operator reconciles the job: check that ppojob-operator runs and serves namespace {namespace}, which may "
+        "need a label (the chart's values watchNamespaces and namespaceSelector)"
+    )
 
 
 def metrics_table(job: Raw) -> Table:

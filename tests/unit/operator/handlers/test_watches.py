@@ -51,7 +51,12 @@ class FakeAPIServer:
         self.forbidden: set[str] = set()
         self.has_kuberay = True
         self.requests: Counter[str] = Counter()
-        """Lists and watches of PPOJobs, watches of RayClusters, and refused requests: the operator's, and Kopf's."""
+        """Lists and watches of PPOJobs, watches of RayClusters, requests about namespaces as a whole, and refused
+        requests: the operator's, and Kopf's."""
+        self.labels: asyncio.Queue[str] = asyncio.Queue()
+        """Types of events about a namespace."""
+        self.selectors: list[str] = []
+        """Of the watches of namespaces."""
         self.watched: Counter[str] = Counter()
         """Watches of PPOJobs by namespace."""
 
@@ -66,6 +71,7 @@ class FakeAPIServer:
             self.requests["no KubeRay"] += 1
             return await refuses(404)(request)
         is_watch = request.query.get("watch") == "true"
+        self.requests["namespaces"] += path == "/api/v1/namespaces"
         self.requests["watch of RayClusters"] += is_watch and path.endswith("/rayclusters")
         if path.endswith("/ppojobs"):
             self.requests["watch" if is_watch else "list"] += "limit" not in request.query or is_watch
@@ -73,9 +79,21 @@ class FakeAPIServer:
             if is_watch and self.breaks:
                 return await self.breaks.pop(0)(request)
             return await self.hold(request, namespace) if is_watch else web.json_response(collection([job(namespace)]))
-        if path.endswith(("/pods", "/rayclusters")):
-            return await self.hold(request, namespace) if is_watch else web.json_response(collection([]))
+        if path.endswith(("/pods", "/rayclusters", "/api/v1/namespaces", "/customresourcedefinitions")):
+            return await self.watch(request, namespace) if is_watch else web.json_response(collection([]))
         return web.json_response(discovery(path))
+
+    async def watch(self, request: web.Request, namespace: str) -> web.StreamResponse:
+        """Answer a watch of namespaces with each of `labels`, as it is put there, and any other one with nothing."""
+        if not request.path.endswith("/namespaces"):
+            return await self.hold(request, namespace)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        self.selectors.append(request.query.get("labelSelector", ""))
+        while True:
+            kind = await self.labels.get()
+            event = {"type": kind, "object": namespace_called("a")}
+            await response.write(json.dumps(event).encode() + b"\n")
 
     async def hold(self, request: web.Request, namespace: str) -> web.StreamResponse:
         """Answer a watch with nothing until the client leaves or the namespace is forbidden."""
@@ -89,6 +107,11 @@ class FakeAPIServer:
 def job(namespace: str) -> dict[str, Any]:
     metadata = {"namespace": namespace, "name": "first", "uid": f"uid-{namespace}", "resourceVersion": "5"}
     return {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": metadata}
+
+
+def namespace_called(name: str) -> dict[str, Any]:
+    metadata = {"name": name, "uid": f"uid-{name}", "resourceVersion": "6"}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
 
 
 def collection(items: list[Any]) -> dict[str, Any]:
@@ -153,7 +176,11 @@ async def resets(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def watching(
-    server: FakeAPIServer, folder: Path, monkeypatch: pytest.MonkeyPatch, *namespaces: str
+    server: FakeAPIServer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *namespaces: str,
+    selector: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[asyncio.Task[None], list[JobKey]]]:
     async with connected(server.answer) as api:
         configuration = folder / "kubeconfig"
@@ -170,8 +197,15 @@ async def watching(
         monkeypatch.setenv("KUBECONFIG", str(configuration))
         noted: list[JobKey] = []
         stop = asyncio.Event()
-        cluster, settings = Cluster(api, reporter="test"), Settings(watch_namespaces=namespaces)
-        watches = Watches(settings, cluster, noted.append, lambda: server.requests.update(["failure"]))
+        cluster = Cluster(api, reporter="test")
+        settings = Settings(watch_namespaces=namespaces, namespace_selector=selector or {})  # type: ignore[arg-type]
+        watches = Watches(
+            settings,
+            cluster,
+            noted.append,
+            lambda: server.requests.update(["changed namespace"]),
+            count_failure=lambda: server.requests.update(["failure"]),
+        )
         task = asyncio.create_task(watches.run(stop))
         try:
             yield task, noted
@@ -301,3 +335,29 @@ async def test_the_loss_of_a_namespace_ends_the_watches_of_the_others_only_once(
         await wait_until(lambda: server.watched["a"] == 2, task)
 
     assert server.requests["failure"] == 1
+
+
+async def test_with_a_selector_all_jobs_are_watched_and_namespaces_whose_labels_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeAPIServer()
+    selector = {"matchLabels": {"ppojob.dev/enabled": "true"}}
+    async with (
+        watching(server, tmp_path, monkeypatch, selector=selector) as (task, _),
+        asyncio.timeout(LIMIT),
+    ):
+        await wait_until(lambda: server.watched == {"": 1} and len(server.selectors) == 1, task)
+        for number, kind in enumerate(("ADDED", "MODIFIED", "DELETED"), 1):
+            server.labels.put_nowait(kind)
+            await wait_until(lambda number=number: server.requests["changed namespace"] == number, task)  # type: ignore[misc]
+
+    assert server.selectors == ["ppojob.dev/enabled=true"]
+    assert server.requests["failure"] == 0
+
+
+async def test_without_a_selector_no_namespace_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeAPIServer()
+    async with watching(server, tmp_path, monkeypatch) as (task, _), asyncio.timeout(LIMIT):
+        await wait_until(lambda: server.watched == {"": 1} and server.requests["watch of RayClusters"] == 1, task)
+
+    assert server.requests["namespaces"] == 0, "the chart gives no right for it"

@@ -1,5 +1,6 @@
 """A job has one operator: the first that saw it, until it is handed over or that one is gone for good."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -131,8 +132,8 @@ def test_the_event_says_who_runs_a_job_and_what_to_do() -> None:
 
     assert told(job) == (
         "the job is run by the operator in namespace theirs (ppojob-leader, version 3); the one in ours "
-        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespaces, uninstall it, or hand "
-        "the job over (ppojob.dev/operator)"
+        "(ppojob-leader, version 2) does not reconcile it: limit one of them by watchNamespaces or "
+        "namespaceSelector, uninstall it, or hand the job over (ppojob.dev/operator)"
     )
     assert "does not reconcile it, and may not read the other's Lease: limit" in told(job, UNSEEN)
     assert told(job, DEAD).endswith("version 3): its Lease has not been renewed for 120 s")
@@ -219,3 +220,66 @@ def test_the_operator_stays_in_the_status_whatever_is_written() -> None:
 
     assert world.status["operator"] == OURS.to_wire()
     assert world.wait(1).look().status is None
+
+
+def waiting(world: World) -> None:
+    world.see(claim=None).look()
+
+
+def accepted(world: World) -> None:
+    world.look()
+
+
+def running(world: World) -> None:
+    world.run()
+
+
+def suspended(world: World) -> None:
+    world.suspend().settle()
+    assert world.verdict(Condition.SUSPENDED)[0] == "True"
+
+
+def failed(world: World) -> None:
+    world.run().wait(1).trainer_fails(Reason.MODEL_NOT_FOUND, FailureKind.PERMANENT).settle()
+
+
+def failed_and_to_be_retried(world: World) -> None:
+    failed(world)
+    world.ask_for_a_retry()
+
+
+@pytest.mark.parametrize(
+    ("happens", "is_left"),
+    [(waiting, True), (suspended, True), (failed_and_to_be_retried, True), (accepted, False), (running, False),
+     (failed, False)],
+)  # fmt: skip
+def test_which_jobs_of_a_namespace_that_is_not_served_are_left(happens: Callable[[World], None], is_left: bool) -> None:
+    happens(world := World())
+
+    assert ownership.may_leave(job_of(world, OURS), OURS) is is_left
+    assert ownership.may_leave(job_of(world, OLDER), OURS) is is_left
+    for other in (None, THEIRS, NEIGHBOUR):
+        assert ownership.may_leave(job_of(world, other), OURS)
+
+
+def test_a_job_that_is_being_deleted_is_not_released() -> None:
+    world = World()
+    world.is_deleting = True
+
+    assert not ownership.may_leave(job_of(world, OURS), OURS)
+
+
+def test_a_released_job_keeps_its_status_but_for_the_operator_and_says_what_to_do() -> None:
+    suspended(world := World())
+    job = job_of(world, OURS)
+
+    adoption = ownership.release(job, OURS, "namespaceSelector (a=b)")
+
+    assert adoption.status == job.status.model_copy(update={"operator": None})
+    assert adoption.event is not None
+    assert adoption.event.message == (
+        f"namespace {job.key.namespace} does not match namespaceSelector (a=b) of the operator in namespace ours "
+        "(ppojob-leader, version 2), which does not reconcile the job: label the namespace so that it matches, or "
+        "create the job in a namespace that does"
+    )
+    assert ownership.release(job_of(world, THEIRS), OURS, "namespaceSelector (a=b)").status is None

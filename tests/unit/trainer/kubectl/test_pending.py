@@ -73,7 +73,7 @@ def test_each_pool_says_what_it_waits_for() -> None:
     waiting = {"name": "ray-worker", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such tag"}}}
 
     lines = said(
-        job=job(phase="Pending", conditions=[ACCEPTED, NOT_READY], pools=pools),
+        job=job(phase="Starting", conditions=[ACCEPTED, NOT_READY], pools=pools),
         clusters=[{"metadata": {"name": "products-abc", "uid": "c"}, "status": {"state": "suspended"}}],
         pods=[
             ready("head", None),
@@ -85,7 +85,7 @@ def test_each_pool_says_what_it_waits_for() -> None:
     )
 
     assert lines == [
-        "products: Pending, 30m old",
+        "products: Starting, 30m old",
         f"  InsufficientGPUs: pool critic requests 8; {NO_GPUS}",
         "RayCluster products-abc: suspended",
         "head: 1 of 1 pods ready, 1 created",
@@ -163,7 +163,9 @@ def test_a_job_that_runs_without_its_queue_is_explained_as_any_other() -> None:
 def test_a_job_that_no_operator_has_seen_says_so() -> None:
     (_, words) = said(job={**job(), "status": {}})
 
-    assert words.startswith("  no operator has reconciled it yet")
+    assert words.startswith(
+        "  no operator reconciles the job: check that ppojob-operator runs and serves namespace team,"
+    )
 
 
 def test_a_job_that_has_ended_waits_for_nothing() -> None:

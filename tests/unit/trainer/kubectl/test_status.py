@@ -172,3 +172,28 @@ def test_the_last_steps_metrics_come_from_the_status(cluster: MemoryCluster, ppo
 )
 def test_times_are_written_as_kubectl_writes_them(seconds: int, text: str) -> None:
     assert duration(timedelta(seconds=seconds)) == text
+
+
+OPERATOR = {"namespace": "ppojob-system", "lease": "ppojob-leader", "version": "1"}
+
+
+@pytest.mark.parametrize(
+    ("status", "is_said"),
+    [
+        ({}, True),
+        ({"phase": "Suspended"}, True),
+        ({"phase": "Pending", "operator": OPERATOR}, False),
+        ({"phase": "Running"}, False),
+        ({"phase": "Succeeded", "conditions": [FINISHED]}, False),
+    ],
+)
+def test_a_job_that_waits_without_an_operator_is_explained(
+    cluster: MemoryCluster, ppo: Plugin, status: dict[str, object], is_said: bool
+) -> None:
+    cluster.objects["ppojobs.ppojob.dev"] = [{**job("new"), "status": status}]
+
+    said = " ".join(ppo("status", "new").stdout.split())
+
+    assert (
+        "no operator reconciles the job: check that ppojob-operator runs and serves namespace team" in said
+    ) is is_said
