@@ -5,8 +5,8 @@
 
 Each is the gradient of the other, so a backward pass sorts nothing and adds no rows at random places: PyTorch's own
 gradient of `rows[index]` sorts the index again, and that of `index_select` sums in an order that changes. The sums
-here are in float32, in the order of the choices, and rounded once. Used by `experts`; on CUDA the sums are a kernel of
-`experts_cuda`.
+here are in float32, in the order of the choices, and rounded once. Used by `experts`; on CUDA, `experts_cuda` has
+kernels for both.
 
 Suffixes: T tokens, C choices of a token, S rows, D size of the hidden states.
 """
@@ -81,7 +81,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens_TD: Tensor, tokens: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(of_tokens, starts)
-        return tokens_TD.index_select(0, tokens)
+        return _take(tokens_TD, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +98,14 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].index_select(0, ctx.tokens), None, None, None
+        return _take(gradients[0], ctx.tokens), None, None, None
+
+
+def _take(tokens_TD: Tensor, tokens: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or (found := kernels(tokens_TD)) is None:
+        return tokens_TD.index_select(0, tokens)
+    rows: Tensor = found.take(tokens_TD.contiguous(), tokens)
+    return rows
 
 
 def _sums(rows_SD: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums of rows, and the gate of experts with its gradient, in one pass over the memory each, as Triton kernels.
+"""Copies and sums of rows, and the gate of experts with its gradient, as Triton kernels with one pass over the memory.
 
 Between two grouped products, plain PyTorch reads and writes the rows of all experts a dozen times, which takes longer
 than the products. Called by `expert_rows` and `grouped_experts` on CUDA; it imports Triton, which machines without a
@@ -13,6 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 _LARGEST_BLOCK = 2048
+
+
+def take(tokens_TD: Tensor, tokens: Tensor) -> Tensor:
+    """Return the tokens [S, D] at these places.
+
+    Args:
+        tokens_TD: float32 or bfloat16 [T, D], contiguous.
+        tokens: int64 [S].
+    """
+    num_rows, size = len(tokens), tokens_TD.shape[1]
+    found = tokens_TD.new_empty(num_rows, size)
+    if found.numel():
+        block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
+        _take_kernel[(num_rows, triton.cdiv(size, block))](tokens_TD, tokens, found, size, BLOCK=block, num_warps=4)
+    return found
 
 
 def sums(rows_SD: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:
@@ -58,6 +73,15 @@ def gate_gradients(both_SI: Tensor, weights_S: Tensor, outer_SI: Tensor) -> tupl
             both_SI, weights_S, outer_SI, grad, grad_weights, size, BLOCK=block, num_warps=4
         )
     return grad, grad_weights
+
+
+@triton.jit
+def _take_kernel(tokens_of, tokens, found, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    token = tl.load(tokens + row)
+    tl.store(found + row * size + columns, tl.load(tokens_of + token * size + columns, mask=inside), mask=inside)
 
 
 @triton.jit
