@@ -53,7 +53,7 @@ def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
     if experts.has_gate and isinstance(experts.act_fn, SiLUActivation | nn.SiLU) and not torch.compiler.is_compiling():
         found: Tensor = _Gate.apply(inner, weights_S)  # type: ignore[no-untyped-call]
         return found
-    activated = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return (activated * weights_S.unsqueeze(1)).to(inner.dtype)
 
 
