@@ -66,6 +66,18 @@ SHAPES: dict[str, dict[str, int]] = {
     },
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "tiny-experts": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
 }
 """Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
 # A processor takes minutes for them.

@@ -61,7 +61,7 @@ ENTRY_POINTS = {
 PROGRAMS = {"operator": ("python",), "trainer": ("bash", "ps", "c++"), "trainer-cuda": ("bash", "ps", "c++")}
 SHARED_LIBRARIES = {"operator": (), "trainer": ("libnuma.so.1",), "trainer-cuda": ("libnuma.so.1",)}
 # Modules for another kind of machine than the image's.
-_ELSEWHERE = {"operator": (), "trainer": ("softmax_cuda",), "trainer-cuda": ("rocm", "xpu", "cpu_")}
+_ELSEWHERE = {"operator": (), "trainer": ("softmax_cuda", "experts_cuda"), "trainer-cuda": ("rocm", "xpu", "cpu_")}
 DRIVER = "libcuda.so.1"
 NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""

@@ -192,12 +192,15 @@ def _all_of_another(own: Mapping[str, Tensor]) -> list[dict[str, tuple[int, int]
     return [{} if rank == dist.get_rank() else _AllRows() for rank in range(max(2, dist.get_world_size()))]
 
 
-def _evenly(sizes: Tensor, num_rows: int) -> list[list[int]]:
-    """Divide the rows over the ranks [2, ranks]. The first rank, which is measured, gets no less than the others."""
-    ranks = sizes.shape[1]
-    each, more = divmod(num_rows, ranks)
+def _evenly(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]:
+    """Divide tokens and rows over the ranks [3, ranks]: a token has experts on as many ranks as possible.
+
+    The first rank, which is measured, gets no less than the others.
+    """
+    ranks = numbers.shape[1]
+    each, more = divmod(num_tokens * min(per_token, ranks), ranks)
     sent = [each + (rank < more) for rank in range(ranks)]
-    return [sent, sent[:1] * ranks]
+    return [sent, sent[:1] * ranks, [-(-num_tokens * per_token // ranks)] * ranks]
 
 
 @contextmanager

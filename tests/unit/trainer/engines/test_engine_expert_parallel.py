@@ -1,6 +1,7 @@
-"""Divided experts: what is exchanged, in which dtype, and what a rank computes that receives no token.
+"""Divided experts: which experts a rank has, and in which dtype it computes.
 
-`test_engine_peer_options` and `test_engine_peers` compare layouts with divided experts with one rank.
+`test_expert_exchange` has the messages. `test_engine_peer_options` and `test_engine_peers` compare layouts with divided
+experts with one rank.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.fsdp_engines import reference_engine
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts, tiny_experts
+from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.engines.two_ranks import make_policy
 
@@ -59,31 +58,3 @@ def test_each_rank_holds_whole_experts_and_computes_in_bfloat16(parallel: Parall
         torch.testing.assert_close(found["reference"], found["log_probs"], atol=0, rtol=0)
         norm = expected["metrics"]["actor/grad_norm"]
         assert found["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=0.02)
-
-
-def test_a_rank_that_receives_no_row_has_gradients_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = own_experts()
-    seen: list[int] = []
-    multiply = experts.grouped_mm_experts_forward
-
-    def counted(module: Any, rows: Tensor, *others: Tensor) -> Tensor:
-        seen.append(len(rows))
-        return multiply(module, rows, *others)
-
-    monkeypatch.setattr(experts, "grouped_mm_experts_forward", counted)
-    rows = torch.zeros(0, 48, requires_grad=True)
-
-    output = experts._multiply(part, rows, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
-    output.sum().backward()
-
-    assert output.shape == (0, 48)
-    assert seen == [1], "a kernel was called without rows"
-    for parameter in part.parameters():
-        assert parameter.grad is not None
-        assert not parameter.grad.any()
-
-
-def own_experts() -> nn.Module:
-    model = tiny_experts()
-    _, found = next(experts.expert_modules(model))
-    return found

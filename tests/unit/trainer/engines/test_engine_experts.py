@@ -163,6 +163,8 @@ def is_gathered(layer: torch.nn.Module) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+# torch's tracer makes one of each of ours.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("gradient_checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_and_recomputed_layers_compute_the_same(
     parallel: ParallelMesh, path: Path, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch

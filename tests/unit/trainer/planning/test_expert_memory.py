@@ -24,9 +24,10 @@ from tests.unit.trainer.planning.jobs import HIDDEN, write_experts
 EXPERTS, PER_TOKEN, LAYERS = 4, 3, 2
 ONE_EXPERT = 3 * HIDDEN * 192
 TOKENS = SEQUENCES * (PROMPT + RESPONSE)
-ROWS = TOKENS * PER_TOKEN * HIDDEN * 2
-"""Bytes of a hidden state in bfloat16 for each token and each of its experts."""
-COUNTS = 8 * EXPERTS
+HIDDEN_STATES = TOKENS * 2 * HIDDEN * 2
+"""Bytes of a hidden state in bfloat16 for each token and each of two ranks, which both have experts of it."""
+CHOICES, WEIGHTS = TOKENS * 2 * PER_TOKEN * 4, TOKENS * 2 * PER_TOKEN * 2
+SIZES = 8 * (EXPERTS + 2)
 TWO, IN_STAGES = ParallelDims(shard=2, expert=2), ParallelDims(shard=2, pipeline=2, expert=2)
 IN_SLICES = ParallelDims(tensor=2, expert=2)
 
@@ -63,22 +64,24 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
-    """A layer sends its rows and receives them again; the backward pass computes both again, and sends gradients."""
+    """A layer sends hidden states with choices and weights, and receives sums. An update sends them again but for the
+    sums, and gradients of all but the choices."""
     found = measure(work(tmp_path, TWO))
-    assert found.traffic.received["experts"] == LAYERS * (2 * ROWS + COUNTS)
-    assert found.update_traffic.received["experts"] == LAYERS * (3 * 2 * ROWS + 2 * COUNTS)
+    assert found.traffic.received["experts"] == LAYERS * (2 * HIDDEN_STATES + CHOICES + WEIGHTS + SIZES)
+    of_update = (2 + 1 + 2) * HIDDEN_STATES + 2 * CHOICES + 3 * WEIGHTS + 2 * SIZES
+    assert found.update_traffic.received["experts"] == LAYERS * of_update
     assert measure(work(tmp_path, ParallelDims(shard=2))).traffic.received["experts"] == 0
 
 
 def test_the_exchange_of_sequence_parallel_ranks_is_another(tmp_path: Path) -> None:
     found = measure(work(tmp_path, ParallelDims(sequence=2, expert=2)))
-    assert 0 < found.traffic.received["experts"] <= LAYERS * (2 * ROWS + COUNTS)
+    assert 0 < found.traffic.received["experts"] <= LAYERS * (2 * HIDDEN_STATES + CHOICES + WEIGHTS + SIZES)
     assert found.traffic.received["exchange"] > 0
 
 
 def test_tensor_parallel_ranks_exchange_their_slices_of_the_tokens(tmp_path: Path) -> None:
     found = measure(work(tmp_path, IN_SLICES))
-    assert found.traffic.received["experts"] == LAYERS * (2 * ROWS // 2 + COUNTS)
+    assert found.traffic.received["experts"] == LAYERS * ((2 * HIDDEN_STATES + CHOICES + WEIGHTS) // 2 + SIZES)
     alone = measure(work(tmp_path, ParallelDims(tensor=2)))
     assert alone.traffic.received["experts"] == 0
     in_experts = LAYERS * EXPERTS * ONE_EXPERT
@@ -122,10 +125,13 @@ def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Pa
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_are_divided_evenly_and_the_measured_rank_gets_no_fewer(ranks: int) -> None:
-    sent, received = fake_device._evenly(torch.zeros(2, ranks), 4 * ranks + 1)
-    assert sent == [5] + [4] * (ranks - 1)
-    assert received == [5] * ranks
+def test_tokens_are_divided_evenly_and_the_measured_rank_gets_no_fewer(ranks: int) -> None:
+    sent, received, rows = fake_device._evenly(torch.zeros(3, ranks), 4 * ranks + 1, 3)
+    # Two experts of a token are on the same of two ranks, and the three on others of four.
+    most = {2: 9, 4: 13}[ranks]
+    assert sent == {2: [9, 9], 4: [13, 13, 13, 12]}[ranks]
+    assert received == [most] * ranks
+    assert rows == [{2: 14, 4: 13}[ranks]] * ranks
 
 
 def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

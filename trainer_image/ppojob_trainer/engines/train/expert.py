@@ -2,14 +2,14 @@
 
     every layer with experts:  its tokens, all experts  ─ dispatch ─▶  tokens of all ranks, its own experts
                                                                        its experts
-                               its tokens, all experts  ◀─ combine ──
+                               its tokens, all experts  ◀─ combine ──  a sum for each of the tokens
 
-Lepikhin et al. 2020, arXiv 2006.16668, section 3. The ranks of a group have different tokens: otherwise they
-are data-, sequence- or tensor-parallel ranks. This is a rank's place in its group, and the exchange of rows.
-`fsdp.experts` chooses the rows, and `train.mesh` creates the groups. No token is dropped: a rank may receive no rows,
-or those of all ranks.
+Lepikhin et al. 2020, arXiv 2006.16668, section 3; a token is sent once to each rank, as in DeepSeek-V3
+(arXiv 2412.19437, section 3.2.2). The ranks of a group have different tokens: otherwise they are data-, sequence- or
+tensor-parallel ranks. This is a rank's place in its group, and the exchange of tokens. `fsdp.experts` chooses the
+tokens, and `train.mesh` creates the groups. No token is dropped: a rank may receive no tokens, or those of all ranks.
 
-Suffixes: S rows, one for each token and each of its experts; D size of the hidden states; E experts of a layer.
+Suffixes: N tokens that are sent or received, once for each rank; E experts of a layer, e those of a rank; R ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ __all__ = ["ExpertPeers", "Route"]
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows a rank sends to each rank of its group and receives from it.
+    """How many tokens a rank sends to each rank of its group and receives from it.
 
-    experts: for each received row, the number of its expert among those of this rank, int64 [rows].
+    num_rows: of this rank's experts, one for each received token and each of its experts here. counts_e: those of each
+    expert, int64 [e].
     """
 
     sent: list[int]
     received: list[int]
-    experts: Tensor
+    num_rows: int
+    counts_e: Tensor
 
 
 @dataclass(frozen=True)
@@ -79,27 +81,32 @@ class ExpertPeers:
         """Number of ranks over which the experts are divided."""
         return self.mesh.size()
 
-    def route(self, counts_E: Tensor, num_rows: int) -> Route:
-        """Exchange the numbers of rows that the ranks send each other; the host waits for them. Collective.
+    @property
+    def rank(self) -> int:
+        """This rank's place in its group: with e experts each, its first one is `rank * e`."""
+        return self.mesh.get_local_rank()
+
+    def route(self, tokens_R: Tensor, counts_E: Tensor, num_tokens: int, per_token: int) -> Route:
+        """Exchange the numbers of tokens that the ranks send each other; the host waits for them. Collective.
 
         Args:
-            counts_E: this rank's rows for each expert, int64 [E]; the first rank of the group owns the first E / size.
-            num_rows: their sum.
+            tokens_R: how many of this rank's tokens have experts of each rank, int64 [R].
+            counts_E: this rank's choices of each expert, int64 [E]; the first rank of the group owns the first E / R.
+            num_tokens: of this rank, with `per_token` choices each.
         """
-        counts = counts_E.view(self.size, -1)
-        received = self._exchange(counts).view_as(counts)
-        sent_rows, received_rows = _read(torch.stack([counts.sum(1), received.sum(1)]), num_rows)
-        own = torch.arange(counts.shape[1], device=counts.device).repeat(self.size)
-        experts = own.repeat_interleave(received.flatten(), output_size=sum(received_rows))
-        return Route(sent_rows, received_rows, experts)
+        sizes = torch.cat([tokens_R.unsqueeze(1), counts_E.view(self.size, -1)], dim=1)
+        of_others = self._exchange(sizes).view_as(sizes)
+        numbers = torch.stack([tokens_R, of_others[:, 0], of_others[:, 1:].sum(dim=1)])
+        sent, received, rows = _read(numbers, num_tokens, per_token)
+        return Route(sent, received, sum(rows), of_others[:, 1:].sum(dim=0))
 
-    def dispatch(self, rows_SD: Tensor, route: Route) -> Tensor:
-        """Send rows, which are ordered by their expert, to its owner; return those for this rank. Differentiable."""
-        return self._exchange(rows_SD, route.received, route.sent)
+    def dispatch(self, tokens_N: Tensor, route: Route) -> Tensor:
+        """Send tokens, which are ordered by rank, [N, anything]; return those for this rank. Differentiable."""
+        return self._exchange(tokens_N, route.received, route.sent)
 
-    def combine(self, rows_SD: Tensor, route: Route) -> Tensor:
-        """Send rows back; return those that `dispatch` has sent, in their order. Differentiable."""
-        return self._exchange(rows_SD, route.sent, route.received)
+    def combine(self, results_N: Tensor, route: Route) -> Tensor:
+        """Send results back; return those of the tokens of `dispatch`, in their order. Differentiable."""
+        return self._exchange(results_N, route.sent, route.received)
 
     def _exchange(self, rows: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         exchanged = all_to_all_single(rows.contiguous(), received, sent, self.mesh.get_group())
@@ -107,12 +114,16 @@ class ExpertPeers:
         return waited
 
 
-def _read(sizes: Tensor, num_rows: int) -> list[list[int]]:
-    """Return the rows that this rank sends to each rank, `num_rows` together, and those that it receives.
+def _read(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]:
+    """Return the tokens that this rank sends to each rank, those that it receives, and their rows of its experts.
 
-    The one place where the host waits for the device in a pass: it must know the sizes of the messages. Fake tensors
+    The one place where the host waits for the device in a layer: it must know the sizes of the messages. Fake tensors
     have no numbers, so `planning` replaces this function.
+
+    Args:
+        numbers: int64 [3, R].
+        num_tokens: of this rank, with `per_token` choices each.
     """
-    sent, received = sizes.tolist()
-    assert sum(sent) == num_rows, "each row has one expert, and each expert one owner"
-    return [sent, received]
+    sent, received, rows = numbers.tolist()
+    assert max(sent) <= num_tokens <= sum(sent) <= num_tokens * per_token, "a token goes once to each of its ranks"
+    return [sent, received, rows]

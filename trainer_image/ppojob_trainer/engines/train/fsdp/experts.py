@@ -6,7 +6,8 @@ parameters, by FSDP; with expert parallelism each rank owns some of them whole (
 over the other ranks that own them. Tensor-parallel ranks count among all of these, because each computes a slice of the
 tokens (`token_slices`). No token is dropped. `routing` has the routers, `balance` a loss of their choices.
 
-Suffixes: T tokens, K experts of a token, S = T * K rows, D size of the hidden states, E experts of a layer.
+Suffixes: T tokens, K experts of a token, S rows, one for each token and expert that is computed here, D size of the
+hidden states, E experts of a layer, R ranks that divide them, N tokens that are sent or received.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn import functional
 from transformers import PretrainedConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ppojob_trainer.engines.train.expert import ExpertPeers
+from ppojob_trainer.engines.train.fsdp.expert_rows import Rows, collect, spread
+from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
 from ppojob_trainer.engines.train.fsdp.stages import layer_number
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
 from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
@@ -39,54 +41,63 @@ _PEERS: Final = "expert_peers"
 def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply each token's experts by grouped matrix products; in training, count the tokens of each expert.
 
-    transformers chooses the kernel: grouped products on the CPU and on GPUs from compute capability 8.0, else one
-    product for each expert.
-
     Args:
         hidden_states: [T, D]; top_k_index, top_k_weights: [T, K], the experts of each token and their weights.
 
     Returns:
         [T, D].
     """
-    if module.training:
-        with torch.no_grad():
-            chosen = top_k_index.flatten()
-            module.get_buffer(COUNTS).scatter_add_(0, chosen, torch.ones_like(chosen))
+    with torch.no_grad():
+        total, chosen = module.get_buffer(COUNTS), top_k_index.flatten()
+        counts_E = torch.zeros_like(total).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if module.training:
+            total.add_(counts_E)
     peers: ExpertPeers | None = getattr(module, _PEERS, None)
     if peers is not None:
-        return _multiply_on_owners(module, peers, hidden_states, top_k_index, top_k_weights)
-    return _multiply(module, hidden_states, top_k_index, top_k_weights)
+        return _apply_on_owners(module, peers, hidden_states, top_k_index, top_k_weights, counts_E)
+    return _apply(module, hidden_states, top_k_index, top_k_weights, counts_E, top_k_index.numel())
 
 
-def _multiply_on_owners(
-    module: nn.Module, peers: ExpertPeers, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+def _apply_on_owners(
+    module: nn.Module,
+    peers: ExpertPeers,
+    hidden_TD: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+    counts_E: Tensor,
 ) -> Tensor:
     """Apply each token's experts on the ranks that own them; return [T, D]. Collective.
 
-    The results are weighted and summed on the token's rank, in the order in which one rank alone sums them.
+    A rank gets a token once, with all choices of it, and returns the weighted sum of its own experts.
     """
-    chosen_S = chosen_TK.flatten()
-    counts_E = torch.zeros_like(module.get_buffer(COUNTS)).scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
-    order_S = chosen_S.argsort(stable=True)
-    route = peers.route(counts_E, len(chosen_S))
-    received = peers.dispatch(hidden_TD[order_S // chosen_TK.shape[1]], route)
-    own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
-    experts = WithParts(module, {**own, "num_experts": len(counts_E) // peers.size})
-    once = received.new_ones(len(received), 1)
-    computed = _multiply(experts, received, route.experts.unsqueeze(1), once)
-    rows_TKD = peers.combine(computed, route)[order_S.argsort()].view(*chosen_TK.shape, hidden_TD.shape[1])
-    return (rows_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+    num_own = len(counts_E) // peers.size
+    is_sent_TR = chosen_TK.new_zeros(len(chosen_TK), peers.size).scatter_(1, chosen_TK // num_own, 1)
+    route = peers.route(is_sent_TR.sum(dim=0), counts_E, *chosen_TK.shape)
+    ranks = torch.arange(peers.size, device=chosen_TK.device)
+    sent = Rows.sorted_by(torch.where(is_sent_TR > 0, ranks, peers.size), peers.size, sum(route.sent))
+    # Gloo and NCCL send no 16 bits.
+    chosen_NK = peers.dispatch(chosen_TK.index_select(0, sent.tokens).int(), route) - peers.rank * num_own
+    weights_NK = peers.dispatch(spread(weights_TK, sent), route)
+    received_ND = peers.dispatch(spread(hidden_TD, sent), route)
+    keys_NK = torch.where((chosen_NK >= 0) & (chosen_NK < num_own), chosen_NK, num_own)
+    own = WithParts(module, {name: local(part) for name, part in module.named_parameters(recurse=False)})
+    summed_ND = _apply(own, received_ND, keys_NK, weights_NK, route.counts_e, route.num_rows)
+    return collect(peers.combine(summed_ND, route), sent)
 
 
-def _multiply(experts: Any, rows_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Apply experts to rows; there may be no row."""
-    number = len(rows_TD)
-    if number == 0:
-        # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
-        rows_TD, chosen_TK, weights_TK = (functional.pad(one, (0, 0, 0, 1)) for one in (rows_TD, chosen_TK, weights_TK))
-    output: Tensor = grouped_mm_experts_forward(experts, rows_TD, chosen_TK, weights_TK)
-    # Not a view, of which FSDP would warn.
-    return output if number else output[:0].clone()
+def _apply(
+    experts: Any, tokens_TD: Tensor, keys_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, num_rows: int
+) -> Tensor:
+    """Apply experts of this rank to tokens; return the sum of each token's results, [T, D].
+
+    Args:
+        keys_TK: the experts of each token; those that have no row, because others own them, are E.
+        num_rows: the sum of `counts_E`, the rows of each expert.
+    """
+    rows = Rows.sorted_by(keys_TK, len(counts_E), num_rows)
+    weights_S = weights_TK.flatten().gather(0, rows.choices)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    return collect(multiply(experts, spread(tokens_TD, rows), weights_S, ends_E), rows).to(tokens_TD.dtype)
 
 
 def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:

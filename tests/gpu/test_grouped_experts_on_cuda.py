@@ -1,0 +1,84 @@
+"""The kernels of experts on a GPU against the same formulas in float64, and the same numbers each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ppojob_trainer.engines.train.fsdp import experts
+from ppojob_trainer.engines.train.fsdp.expert_rows import Rows, collect, spread
+from tests.unit.trainer.engines.tiny_experts import tiny_experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+TOKENS, NUM_EXPERTS, PER_TOKEN = 1000, 32, 4
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+def choices() -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(2)
+    return torch.rand(TOKENS, NUM_EXPERTS, generator=generator, device="cuda").topk(PER_TOKEN).indices
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("size", [8, 200, 2048, 7168])
+def test_sums_and_gradients_are_those_of_indexing(dtype: torch.dtype, size: int) -> None:
+    keys = choices()
+    # As on a rank that owns half of the experts; some tokens have no row.
+    num_keys = NUM_EXPERTS // 2
+    rows = Rows.sorted_by(keys.clamp(max=num_keys), num_keys, int((keys < num_keys).sum()))
+    assert rows.choices.tolist() == sorted(rows.choices.tolist(), key=lambda at: (int(keys.flatten()[at]), at))
+    tokens = torch.randn(TOKENS, size, device="cuda").to(dtype).requires_grad_()
+    outer = torch.randn(TOKENS, size, device="cuda").to(dtype)
+    found = collect(spread(tokens, rows), rows)
+    (gradient,) = torch.autograd.grad(found, tokens, outer)
+    number = (keys < num_keys).sum(dim=1, keepdim=True)
+    assert (number == 0).any()
+    assert distance(found, tokens.detach().double() * number) < ROUNDING[dtype]
+    assert distance(gradient, outer.double() * number) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(64, 48), (256, 768)])
+def test_experts_are_those_in_float64_and_the_same_each_time(sizes: tuple[int, int], of_weights: torch.dtype) -> None:
+    hidden_size, expert_size = sizes
+    shape = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": expert_size, "hidden_size": hidden_size}
+    model = tiny_experts(torch.bfloat16, **shape).cuda()
+    experts.add_counts(model)
+    _, module = next(experts.expert_modules(model))
+    chosen = choices()
+    hidden = torch.randn(TOKENS, hidden_size, device="cuda").bfloat16().requires_grad_()
+    weights = torch.rand(TOKENS, PER_TOKEN, device="cuda").to(of_weights).requires_grad_()
+    outer = torch.randn(TOKENS, hidden_size, device="cuda").bfloat16()
+    given = [hidden, weights, *module.parameters()]
+
+    output = experts.count_and_multiply(module.cuda(), hidden, chosen, weights)
+    found = [output, *torch.autograd.grad(output, given, outer)]
+
+    exact_given = [one.detach().double().requires_grad_() for one in given]
+    expected = formula(chosen, *exact_given)
+    gradients = torch.autograd.grad(expected, exact_given, outer.double())
+    for ours, exact in zip(found, [expected, *gradients], strict=True):
+        assert distance(ours, exact) < 2 * ROUNDING[torch.bfloat16]
+    again = experts.count_and_multiply(module, hidden, chosen, weights)
+    for first, second in zip(found, [again, *torch.autograd.grad(again, given, outer)], strict=True):
+        assert torch.equal(first, second)
+
+
+def formula(chosen: Tensor, hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One product for each expert, of all tokens."""
+    total = torch.zeros_like(hidden)
+    for expert in range(len(gate_up)):
+        gate, up = functional.linear(hidden, gate_up[expert]).chunk(2, dim=1)
+        result = functional.linear(functional.silu(gate) * up, down[expert])
+        total = total + result * ((chosen == expert) * weights).sum(dim=1, keepdim=True)
+    return total

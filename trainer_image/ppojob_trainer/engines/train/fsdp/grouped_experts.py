@@ -1,0 +1,87 @@
+"""The experts of a layer, by grouped matrix products of rows that are sorted by expert.
+
+    rows [S, D]  ─ gate and up ─▶  [S, 2 I]  ─ silu(gate) * up * weight ─▶  [S, I]  ─ down ─▶  [S, D]
+
+A token's weight of an expert is applied before the last product, which is linear, because rows are the smallest there
+and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Called by `experts`;
+transformers chooses the kernel of the products: a grouped one on the CPU and on GPUs from compute capability 8.0, else
+one product for each expert. It refuses experts with biases, which no supported family has.
+
+Suffixes: S rows, I size of an expert's hidden layer, D size of the hidden states, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _grouped_linear
+
+from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
+
+__all__ = ["multiply"]
+
+
+def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the weighted results of the rows' experts, [S, D]. There may be no row.
+
+    Args:
+        experts: transformers' module, or a view of it with other parameters.
+        rows_SD: sorted by expert, in the dtype of the parameters; weights_S: of the rows, float32 or as the rows.
+        ends_E: after which row the rows of each expert end, int32 [E].
+    """
+    assert not experts.has_bias, "experts of a supported family have no biases"
+    number = len(rows_SD)
+    if number == 0:
+        # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
+        rows_SD, weights_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(weights_S, (0, 1))
+        ends_E = torch.ones_like(ends_E)
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    inner = _grouped_linear(rows_SD, first, ends_E, is_transposed=experts.is_transposed)
+    gated = _weighted(experts, inner, weights_S)
+    output: Tensor = _grouped_linear(gated, experts.down_proj, ends_E, is_transposed=experts.is_transposed)
+    # Not a view, of which FSDP would warn.
+    return output if number else output[:0].clone()
+
+
+def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
+    """Return the activations times the weights of their rows, in the dtype of `inner`."""
+    # torch.compile fuses what plain PyTorch computes.
+    if experts.has_gate and isinstance(experts.act_fn, SiLUActivation | nn.SiLU) and not torch.compiler.is_compiling():
+        found: Tensor = _Gate.apply(inner, weights_S)  # type: ignore[no-untyped-call]
+        return found
+    activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    return (activated * weights_S.unsqueeze(1)).to(inner.dtype)
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up * weight; the backward pass needs the inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, both_SI: Tensor, weights_S: Tensor) -> Tensor:
+        both_SI = both_SI.contiguous()
+        ctx.save_for_backward(both_SI, weights_S)
+        if (found := kernels(both_SI)) is not None:
+            result: Tensor = found.gate(both_SI, weights_S)
+            return result
+        gate, up = both_SI.chunk(2, dim=1)
+        return functional.silu(gate).mul_(up).mul_(weights_S.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        both_SI, weights_S = ctx.saved_tensors
+        (outer,) = gradients
+        if (found := kernels(both_SI)) is not None:
+            both: tuple[Tensor, Tensor] = found.gate_gradients(both_SI, weights_S, outer.contiguous())
+            return both
+        gate, up = both_SI.chunk(2, dim=1)
+        silu = functional.silu(gate)
+        grad_weights = (silu * up).mul_(outer).sum(1, dtype=weights_S.dtype)
+        outer = outer * weights_S.unsqueeze(1).to(outer.dtype)
+        grad = torch.empty_like(both_SI)
+        torch.mul(outer, silu, out=grad[:, grad.shape[1] // 2 :])
+        grad[:, : grad.shape[1] // 2] = torch.ops.aten.silu_backward(outer.mul_(up), gate)
+        return grad, grad_weights
