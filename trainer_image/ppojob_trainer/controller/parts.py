@@ -12,7 +12,7 @@ from typing import Generic
 
 from ppojob_trainer.controller.ports import B
 
-__all__ = ["Chain", "Part", "join_parts"]
+__all__ = ["Chain", "Part", "join_parts", "without_rows"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,21 @@ class Part(Generic[B]):
 
     rows: Sequence[int]
     batch: B
+
+    @staticmethod
+    def joined(parts: Sequence[Part[B]]) -> Part[B]:
+        """Return the rows of all parts, in their order, as one part."""
+        first, *others = (part.batch for part in parts)
+        rows = [row for part in parts for row in part.rows]
+        return Part(rows, first.join_rows(others, range(len(rows))) if others else first)
+
+    def divided(self, number: int) -> tuple[Part[B], Part[B]]:
+        """Return the first `number` rows and the others."""
+        before, after = range(number), range(number, len(self.rows))
+        return (
+            Part(self.rows[:number], self.batch.take(before)),
+            Part(self.rows[number:], self.batch.take(after)),
+        )
 
     def without(self, rows: Set[int]) -> Part[B] | None:
         """Return the part without these rows; None if none is left."""
@@ -41,6 +56,11 @@ class Chain(Generic[B]):
         self._is_ended = False
         self._changed = asyncio.Event()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether parts wait."""
+        return bool(self._waiting)
+
     def add(self, part: Part[B]) -> None:
         """Add a part."""
         self._waiting.append(part)
@@ -50,8 +70,8 @@ class Chain(Generic[B]):
         """Forget rows, also those that are computed or being computed."""
         lost = frozenset(rows)
         self._dropped |= lost
-        self._waiting = _without(self._waiting, lost)
-        self._found = {name: _without(parts, lost) for name, parts in self._found.items()}
+        self._waiting = without_rows(self._waiting, lost)
+        self._found = {name: without_rows(parts, lost) for name, parts in self._found.items()}
 
     def read_from(self, batch: B) -> None:
         """Take the rows that wait from `batch`, which has all of them."""
@@ -70,13 +90,11 @@ class Chain(Generic[B]):
         if not self._waiting:
             return None
         parts, self._waiting, self._dropped = self._waiting, [], set()
-        first, *others = (part.batch for part in parts)
-        rows = [row for part in parts for row in part.rows]
-        return Part(rows, first.join_rows(others, range(len(rows))) if others else first)
+        return Part.joined(parts)
 
     def keep(self, name: str, computed: Part[B]) -> list[int]:
         """Keep the columns that a phase computed, without the rows that were dropped meanwhile; return the rows."""
-        kept = _without([computed], self._dropped)
+        kept = without_rows([computed], self._dropped)
         self._found[name] += kept
         return [row for part in kept for row in part.rows]
 
@@ -85,7 +103,8 @@ class Chain(Generic[B]):
         return {name: join_parts((part.rows, part.batch) for part in parts) for name, parts in self._found.items()}
 
 
-def _without(parts: Iterable[Part[B]], rows: Set[int]) -> list[Part[B]]:
+def without_rows(parts: Iterable[Part[B]], rows: Set[int]) -> list[Part[B]]:
+    """Return the parts without these rows; those of which none is left are left out."""
     return [left for part in parts if (left := part.without(rows)) is not None]
 
 
@@ -93,4 +112,6 @@ def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
     """Return the rows of all parts as one batch, each row at its number."""
     found = list(parts)
     first, *others = (batch for _, batch in found)
-    return first.join_rows(others, [row for rows, _ in found for row in rows])
+    numbers = [row for rows, _ in found for row in rows]
+    is_whole = not others and numbers == list(range(len(numbers)))
+    return first if is_whole else first.join_rows(others, numbers)

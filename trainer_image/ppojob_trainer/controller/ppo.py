@@ -27,6 +27,7 @@
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
   So it is if the engine's log-probs take its place (`algorithm.rolloutCorrection.method: Bypass`).
+* With a reference in several pools, each computes rows of ref when it has nothing else to compute (`shared_rows`).
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
   updated in flight. reward N+1 (ref too, if its pool neither trains nor generates) runs while step N is trained.
   old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
@@ -40,7 +41,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
@@ -72,6 +73,7 @@ class PPOSettings:
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
     steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
     reads old_log_probs, so the ratio is 1. is_bypassed: they are the engine's. sampling: None: no dynamic sampling.
+    gpus: of each pool; those that are left out have one.
     """
 
     pool_of: Mapping[str, str]
@@ -80,6 +82,7 @@ class PPOSettings:
     is_one_update: bool = False
     is_bypassed: bool = False
     sampling: SamplingSettings | None = None
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class PPO(Generic[B]):
             schedule,
             phases,
             settings.pool_of,
+            settings.gpus,
             self._writing,
             has_old_log_prob=not leaves_out_old_log_prob(
                 schedule, is_one_update=settings.is_one_update, is_bypassed=settings.is_bypassed
@@ -315,19 +319,18 @@ class PPO(Generic[B]):
         step, streamed = generated.step, generated.streamed
         done = SCORING if generated.is_scored else ()
         phases = {name: phase for name, phase in self._plan.phases(step).items() if name not in done}
-        chains = [
-            names
-            for chain, names in self._plan.chains(phases).items()
-            if streamed is None or not self._plan.is_streamed(chain)
-        ]
+        chains = self._plan.chains(phases)
+        if streamed is None:
+            streamed, others = StreamedPhases(phases, len(generated.batch)), list(chains.values())
+            streamed.end()
+        else:
+            others = [names for chain, names in chains.items() if not self._plan.is_streamed(chain)]
         try:
-            whole = await on_whole(phases, chains, generated.batch)
-            found = {**whole, **(await streamed.found() if streamed is not None else {})}
+            found = await streamed.found(others, generated.batch)
         finally:
             # A stop drops the step, and so the phases that have already started.
-            if streamed is not None:
-                streamed.cancel()
-                self._streamed.discard(streamed)
+            streamed.cancel()
+            self._streamed.discard(streamed)
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
         if generated.is_scored:
@@ -338,12 +341,11 @@ class PPO(Generic[B]):
     async def _stream(self, prompts: Prompts[B], step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
         """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
         phases, pool_of = self._plan.phases(step), self._settings.pool_of
-        chains = {chain: names for chain, names in self._plan.chains(phases).items() if self._plan.is_streamed(chain)}
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
-        for chain in chains.keys() & written.keys():
-            first = chains[chain][0]
-            phases[first] = phases[first].after(written[chain])
-        streamed = StreamedPhases(phases, list(chains.values()))
+        streamed = StreamedPhases(phases, len(prompts.batch))
+        for chain, names in self._plan.chains(phases).items():
+            if self._plan.is_streamed(chain):
+                streamed.follow(names, after=written.get(chain))
         self._streamed.add(streamed)
 
         def take(rows: Sequence[int], responses: B) -> None:

@@ -12,7 +12,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.controller.recommendation import Recommendation, recommend
 
-SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
+SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
 ONE_POOL = {"actor": "actor"}
 # Generation and the actor's phases take nearly all of the step, and the critic's GPUs wait.
 QUIET_CRITIC = {
@@ -128,7 +128,7 @@ def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores
 )
 def test_only_sizes_that_the_rules_allow_are_offered(sections: dict[str, Any], sizes: dict[str, list[int]]) -> None:
     # The reference is divided as the actor is, so it goes there.
-    spec = spec_of({"actor": (1, 4), "critic": (1, 4)}, {**SPLIT, "ref": "actor"}, **sections)
+    spec = spec_of({"actor": (1, 4), "critic": (1, 4)}, {**SPLIT, "ref": ["actor"]}, **sections)
 
     offered = {"fewer": fewer(spec), "more": more(spec), "moved": moved(spec)}
 
@@ -170,7 +170,7 @@ def test_a_pool_is_shared_to_the_rollout_only_where_an_engine_has_room(
 ) -> None:
     memory = {"pool/critic/memory_peak_gb": peak_gb, "pool/critic/memory_total_gb": 80.0}
     actor = 4 if "rollout" in sections else 2
-    spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": "actor"}, **sections)
+    spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": ["actor"]}, **sections)
 
     assert (SHARED in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
 
