@@ -195,6 +195,39 @@ def test_a_pool_that_is_shared_is_not_offered_again() -> None:
     assert "sharing" not in found(spec, steps_of(QUIET_CRITIC)).text
 
 
+# The critic's pool has values and reference, and the actor's waits.
+LONG_REFERENCE = {**EVEN, "values": 2.0, "ref": 4.0}
+COPY = "a copy of the reference in pool actor (placement.ref) would save 11% step time"
+
+
+@pytest.mark.parametrize(
+    ("sections", "placement", "peak_gb", "is_offered"),
+    [
+        ({}, SPLIT, 60.0, True),
+        # The reference allocates 10 GB on each of two GPUs, so 20 on one.
+        ({}, SPLIT, 61.0, False),
+        ({}, {**SPLIT, "ref": ["actor", "critic"]}, 10.0, False),
+        (
+            {"model": {"actor": {"path": "/m", "lora": {"rank": 8}}}},
+            {"actor": "actor", "critic": "critic"},
+            10.0,
+            False,
+        ),
+    ],
+)
+def test_a_copy_of_the_reference_is_offered_where_it_has_room(
+    sections: dict[str, Any], placement: dict[str, Any], peak_gb: float, is_offered: bool
+) -> None:
+    memory = {"pool/actor/memory_peak_gb": peak_gb, "pool/actor/memory_total_gb": 80.0}
+    memory |= {"perf/max_memory_allocated_gb/ref": 10.0}
+    spec = spec_of({"actor": (1, 1), "critic": (1, 2)}, placement, **sections)
+
+    text = found(spec, steps_of(LONG_REFERENCE, **memory)).text
+
+    assert ("a copy of the reference" in text) is is_offered
+    assert (COPY in text) is is_offered
+
+
 @pytest.mark.parametrize(("number", "is_known"), [(0, False), (2, False), (3, True), (40, True)])
 def test_it_waits_for_some_steps(number: int, is_known: bool) -> None:
     spec = spec_of({"actor": (1, 2), "critic": (1, 2)})
