@@ -12,6 +12,7 @@
                                   reference, next-generation, weight-sync (which takes next-generation with it),
                                   streaming, old-log-prob; also split-without-OVERLAP
     A+C-shared                    the same, Overlapped, the critic's pool shared with the rollout; also split-shared
+    A+C-ref-in-both               the same, Overlapped, the reference in both pools; also split-ref-in-both
     rollout-alone, ref-alone      that role in a separate pool, from three GPUs on
     reward-alone                  a reward model in a separate pool, from three GPUs on
 
@@ -39,8 +40,8 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
         for overlap in Overlap
     },
 }
-_SHARED = "-shared"
-_SUFFIX = "|".join([*_SCHEDULES, _SHARED])
+_SHARED, _REF_IN_BOTH = "-shared", "-ref-in-both"
+_SUFFIX = "|".join([*_SCHEDULES, _SHARED, _REF_IN_BOTH])
 _SPLIT = re.compile(rf"(?P<actor>[1-9]\d*)\+(?P<critic>[1-9]\d*)(?P<schedule>{_SUFFIX}|)")
 _HALVES = re.compile(rf"split(?P<schedule>{_SUFFIX})")
 _COLOCATED = re.compile(r"colocated(-(?P<gpus>[1-9]\d*))?(?P<auto>-auto)?")
@@ -103,7 +104,8 @@ def _find(name: str, num_gpus: int) -> Layout:
 
 
 def _split(actor: int, critic: int, suffix: str) -> Layout:
-    shared = {"rollout": ["actor", "critic"]} if suffix == _SHARED else {}
+    both = ["actor", "critic"]
+    shared = {_SHARED: {"rollout": both}, _REF_IN_BOTH: {"ref": both}}.get(suffix, {})
     return _layout({"actor": actor, "critic": critic}, shared, _SCHEDULES.get(suffix, _OVERLAPPED))
 
 
@@ -111,7 +113,8 @@ def _alone(role: str, num_gpus: int) -> Layout:
     """One role on a separate GPU, or the rollout on all that actor and critic leave, because it is the longest."""
     if role == "rollout":
         return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: [role]}, _OVERLAPPED)
-    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: role}, _OVERLAPPED)
+    placed = {role: [role] if role == "ref" else role}
+    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, placed, _OVERLAPPED)
     # A reward function has no use for a GPU.
     return found | {"reward": {"type": "Both"}} if role == "reward" else found
 
@@ -119,7 +122,7 @@ def _alone(role: str, num_gpus: int) -> Layout:
 def _layout(gpus: dict[str, int], placement: dict[str, Any], schedule: dict[str, Any]) -> Layout:
     resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
     pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
-    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
+    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
     return {
         "pools": pools,
         "placement": {**(split if "critic" in gpus else {}), **placement},

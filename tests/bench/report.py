@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from ppojob_api.v1alpha1.pools import Role
 from ppojob_trainer.controller.phases import Phase
 from tests.bench import workload
 from tests.bench.floors import floors, num_parameters
@@ -21,7 +22,7 @@ PHASES = (
     "gen", "old_log_prob", "values", "ref", "reward", "reward_model", "adv", "update_critic", "update_actor",
     "update_weights",
 )  # fmt: skip
-_ROLES = ("actor", "critic", "ref")
+_ROLES = (Role.ACTOR, Role.CRITIC, Role.REF)
 
 
 def table(results: Sequence[Run], size: workload.Size, alone_s: Mapping[int, float]) -> Table:
@@ -82,8 +83,8 @@ def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]
 
 def _floors(result: Result, size: workload.Size) -> dict[str, float]:
     spec = result.spec
-    pools = {role: getattr(spec.placement, role) for role in _ROLES}
-    gpus = {role: spec.pool(pool).gpus for role, pool in pools.items() if pool is not None}
+    pools = {role: spec.placement.pools_of(role) for role in _ROLES}
+    gpus = {role.value: sum(spec.pool(pool).gpus for pool in placed) for role, placed in pools.items() if placed}
     gpus["rollout"] = result.layout.gpus_of(Phase.GENERATE)
     recomputes = {role: _recomputes(result, role) for role in ("actor", "critic")}
     # The job may have other settings than the workload (`--set`).

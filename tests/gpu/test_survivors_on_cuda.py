@@ -39,7 +39,13 @@ pytestmark = [
 LIMIT_S = 150.0
 """For one attempt."""
 END_S = 30.0
-PLACEMENT = {"actor": "actor", "critic": "critic", "ref": "critic", "reward": "critic", "rollout": ["actor", "critic"]}
+PLACEMENT = {
+    "actor": "actor",
+    "critic": "critic",
+    "ref": ["critic"],
+    "reward": "critic",
+    "rollout": ["actor", "critic"],
+}
 ENGINES = {"actor": "rollout-0", "critic": "rollout_critic-0"}
 POOLS = {
     "actor": {"data-0", "actor-0", "rollout-0"},

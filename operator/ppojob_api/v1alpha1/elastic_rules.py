@@ -7,10 +7,16 @@ from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.placement_rules import ACTOR_POOL, ROLLOUT_POOLS
-from ppojob_api.v1alpha1.pools import Pool, Role
+from ppojob_api.v1alpha1.pools import IN_SEVERAL_POOLS, Pool, Role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _OTHER_ROLES = (Role.CRITIC, Role.REF, Role.REWARD)
+
+
+def _is_elsewhere(placed: str, role: Role) -> str:
+    """Return in CEL whether a role that is placed there is not in pool p."""
+    return f"!(p.name in {placed})" if role in IN_SEVERAL_POOLS else f"{placed} != p.name"
+
 
 ELASTIC_POOL_RULES = [
     Rule(
@@ -38,7 +44,7 @@ ELASTIC_RULES = [
             f"p.name in {ROLLOUT_POOLS} && p.name != {ACTOR_POOL}"
             + "".join(
                 f" && (!has(self.placement) || !has(self.placement.{role.value}) || "
-                f"self.placement.{role.value} != p.name)"
+                f"{_is_elsewhere(f'self.placement.{role.value}', role)})"
                 for role in _OTHER_ROLES
             )
             + " && (!has(self.workers) || self.workers.all(w, w.pool != p.name))))"

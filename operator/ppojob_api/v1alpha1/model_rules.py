@@ -43,7 +43,7 @@ MODEL_RULES = [
     Rule(
         rule=(
             f"!{_REFERENCE_IS_ACTOR} || !has(self.placement) || !has(self.placement.ref) || "
-            "self.placement.ref == self.placement.actor"
+            "self.placement.ref == [self.placement.actor]"
         ),
         message=(
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
@@ -89,13 +89,13 @@ def _the_cpu_has_nothing_to_offload(spec: PPOJobSpec) -> Iterator[Problem]:
 def _a_reference_without_adapters_is_the_actor(spec: PPOJobSpec) -> Iterator[Problem]:
     if not spec.model.reference_is_actor:
         return
-    pool = spec.placement.ref
-    if pool is not None and pool != spec.placement.actor:
+    others = [pool for pool in spec.placement.ref_pools if pool != spec.placement.actor]
+    if others:
         remedy = (
             "with model.actor.lora the reference is the actor with its adapters off, in the actor's pool: "
-            f"remove this field, or set model.ref.path (the actor's path for a copy in pool {pool})"
+            f"remove this field, or set model.ref.path (the actor's path for a copy in pool {others[0]})"
         )
-        yield "placement.ref", pool, remedy
+        yield f"placement.ref[{spec.placement.ref_pools.index(others[0])}]", others[0], remedy
     if spec.model.ref.offload.parameters:
         remedy = (
             "with model.actor.lora the reference is the actor itself: set model.actor.offload instead, or set "

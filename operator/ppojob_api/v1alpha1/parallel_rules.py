@@ -148,7 +148,7 @@ def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
         size = f"tensorParallelSize x sequenceParallelSize = {peers}"
         why = f"does not divide the {node} GPUs of a node of pool {pool.name}"
         if role == "ref":
-            remedy = f"set placement.ref to {spec.placement.actor}, or give its nodes more GPUs"
+            remedy = f"set placement.ref to [{spec.placement.actor}], or give its nodes more GPUs"
             yield f"actor.{field}", value, f"the reference is divided like the actor, and {size} {why}: {remedy}"
         elif may_span:
             if peers % node:
@@ -171,7 +171,7 @@ def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
         group = f"times tensorParallelSize x sequenceParallelSize = {training.num_peers} " * (training.num_peers > 1)
         why = f"{group}does not divide the {pool.gpus} GPUs of pool {pool.name}"
         if role == "ref":
-            remedy = f"set placement.ref to {spec.placement.actor}, or use a divisor"
+            remedy = f"set placement.ref to [{spec.placement.actor}], or use a divisor"
             why = f"the reference is divided like the actor, and it {why}"
             yield "actor.pipelineParallelSize", stages, f"{why}: {remedy}"
         else:
@@ -203,7 +203,7 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
             named = " and ".join(f"{name} {number}" for name, number in divisions.items() if number > 1)
             product = f"times {named} it" if named else "it"
             of_ref = "the reference is divided like the actor, and " if role == "ref" else ""
-            remedy = f"set placement.ref to {spec.placement.actor}, or " if role == "ref" else ""
+            remedy = f"set placement.ref to [{spec.placement.actor}], or " if role == "ref" else ""
             why = f"{product} does not divide the {pool.gpus} GPUs of pool {pool.name}"
             yield field, size, f"{of_ref}{why}: {remedy}use a divisor, or remove the field"
 
@@ -223,7 +223,7 @@ def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
             of_stages = f"times pipelineParallelSize {stages} " * (stages > 1)
             why = f"{of_stages}does not divide the {pool.gpus} GPUs of pool {pool.name}"
             if role == "ref":
-                remedy = f"set placement.ref to {spec.placement.actor}, or use a divisor"
+                remedy = f"set placement.ref to [{spec.placement.actor}], or use a divisor"
                 yield (
                     "actor.expertParallelSize",
                     size,
@@ -234,14 +234,13 @@ def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
-    """Yield the roles that are divided, with their sizes and pools; the reference if its pool is not the actor's."""
+    """Yield the roles that are divided, with their sizes and pools; the reference for each pool but the actor's."""
     placement, pools = spec.placement, {pool.name: pool for pool in spec.pools}
     critic = (placement.critic or placement.actor) if spec.algorithm.needs_critic else None
     has_copy = spec.algorithm.needs_reference and not spec.model.reference_is_actor
-    ref = (placement.ref or critic or placement.actor) if has_copy else None
+    copies = (placement.ref_pools or (critic or placement.actor,)) if has_copy else ()
     found = [("actor", spec.actor, placement.actor), ("critic", spec.critic, critic)]
-    if ref != placement.actor:
-        found.append(("ref", spec.actor, ref))
+    found += [("ref", spec.actor, pool) for pool in copies if pool != placement.actor]
     for role, training, name in found:
         if name in pools:
             yield role, training, pools[name]

@@ -7,7 +7,7 @@ the one that `PPOJobSpec` fills in for a single pool.
 from collections.abc import Iterator
 
 from ppojob_api.v1alpha1.base import Problem, Rule
-from ppojob_api.v1alpha1.pools import Role
+from ppojob_api.v1alpha1.pools import IN_SEVERAL_POOLS, Role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _PLACED = "has(self.placement)"
@@ -33,25 +33,31 @@ PLACEMENT_RULES = [
             field_path=f".placement.{role.value}",
         )
         for role in Role
-        if role is not Role.ROLLOUT
+        if role not in IN_SEVERAL_POOLS
     ),
-    Rule(
-        rule=(
-            f"!{_PLACED} || !has(self.placement.rollout) || "
-            "self.placement.rollout.all(n, self.pools.exists(p, p.name == n))"
-        ),
-        message="each entry of placement.rollout must be the name of one of spec.pools",
-        field_path=".placement.rollout",
-        value="self.placement.rollout.filter(n, !self.pools.exists(p, p.name == n))",
+    *(
+        Rule(
+            rule=(
+                f"!{_PLACED} || !has(self.placement.{role.value}) || "
+                f"self.placement.{role.value}.all(n, self.pools.exists(p, p.name == n))"
+            ),
+            message=f"each entry of placement.{role.value} must be the name of one of spec.pools",
+            field_path=f".placement.{role.value}",
+            value=f"self.placement.{role.value}.filter(n, !self.pools.exists(p, p.name == n))",
+        )
+        for role in IN_SEVERAL_POOLS
     ),
 ]
 
-DISTINCT_POOLS_RULE = Rule(
-    # The list has an order, so it is not a set of the API server.
-    rule="!has(self.rollout) || self.rollout.all(n, self.rollout.exists_one(m, m == n))",
-    message="a pool is listed twice: remove one",
-    field_path=".rollout",
-)
+DISTINCT_POOLS_RULES = [
+    Rule(
+        # The list has an order, so it is not a set of the API server.
+        rule=f"!has(self.{role.value}) || self.{role.value}.all(n, self.{role.value}.exists_one(m, m == n))",
+        message="a pool is listed twice: remove one",
+        field_path=f".{role.value}",
+    )
+    for role in IN_SEVERAL_POOLS
+]
 """Of `placement` alone."""
 
 
@@ -71,15 +77,16 @@ def _placement_names_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     for role in Role:
         for index, name in enumerate(spec.placement.pools_of(role)):
             if name not in names:
-                where = f"placement.{role.value}" + (f"[{index}]" if role is Role.ROLLOUT else "")
+                where = f"placement.{role.value}" + (f"[{index}]" if role in IN_SEVERAL_POOLS else "")
                 yield where, name, f"there is no pool of this name: use one of {', '.join(names)}, or add the pool"
 
 
-def _pools_that_generate_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
-    names = spec.placement.rollout or []
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            yield f"placement.rollout[{index}]", name, "this pool is listed twice: remove one"
+def _pools_of_a_role_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
+    for role in IN_SEVERAL_POOLS:
+        names = spec.placement.pools_of(role)
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield f"placement.{role.value}[{index}]", name, "this pool is listed twice: remove one"
 
 
-PLACEMENT_CHECKS = (_several_pools_need_a_placement, _placement_names_pools, _pools_that_generate_are_distinct)
+PLACEMENT_CHECKS = (_several_pools_need_a_placement, _placement_names_pools, _pools_of_a_role_are_distinct)

@@ -29,6 +29,16 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
+IN_SEVERAL_POOLS = (Role.ROLLOUT, Role.REF)
+"""The roles that may be placed in several pools."""
+
+
+def base_role(name: str) -> str:
+    """Return the role of a name of processes: in a further pool of a role, they are called <role>_<pool>."""
+    role = name.partition("_")[0]
+    return role if role in IN_SEVERAL_POOLS else name
+
+
 class Spread(StrEnum):
     """Whether a pool's pods must be on distinct hosts."""
 
@@ -173,9 +183,10 @@ class Placement(ApiModel):
     trains. Absent: the actor's pool."""
     critic: DNSLabel | None = None
     """Pool of the critic, with an estimator that needs one. Absent: the actor's."""
-    ref: DNSLabel | None = None
-    """Pool of the reference policy. Absent: the critic's, else the actor's. If model.actor.lora makes the actor its own
-    reference: the actor's."""
+    ref: Annotated[list[DNSLabel], Field(min_length=1, max_length=7)] | None = None
+    """Pools of the reference policy. Each of several pools loads a copy, and a pool that is free earlier computes more
+    of the batch. Absent: the critic's, else the actor's. If model.actor.lora makes the actor its own reference: the
+    actor's."""
     reward: DNSLabel | None = None
     """Pool of the reward workers. Absent: the critic's, else the actor's."""
 
@@ -188,6 +199,11 @@ class Placement(ApiModel):
     def shared_pools(self) -> tuple[str, ...]:
         """The pools that are shared with the rollout: all that generate, without the rollout's own."""
         return self.rollout_pools[1:]
+
+    @property
+    def ref_pools(self) -> tuple[str, ...]:
+        """The pools that are given for the reference."""
+        return tuple(self.ref or ())
 
     def pools_of(self, role: Role) -> tuple[str, ...]:
         """Return the pools that are given for a role; none if its field is absent."""

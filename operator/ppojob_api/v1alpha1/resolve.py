@@ -176,7 +176,7 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
 
 
 def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
-    """Yield the roles of a resolved spec, each with its pool; the rollout with each that it has engines in."""
+    """Yield the roles of a resolved spec, each with its pool; rollout and reference with each of their pools."""
     for role in Role:
         for name in spec.placement.pools_of(role):
             yield role, spec.pool(name)
@@ -192,7 +192,7 @@ def _placement(spec: PPOJobSpec) -> Placement:
             # The order of the shared pools makes no difference: in another order, they are no other layout.
             "rollout": [given.rollout_pools[0], *sorted(given.shared_pools)],
             "critic": critic,
-            "ref": (given.ref or reference) if spec.algorithm.needs_reference else None,
+            "ref": sorted(given.ref or [reference]) if spec.algorithm.needs_reference else None,
             "reward": given.reward or second,
         }
     )
@@ -217,7 +217,7 @@ def _computing_pools(spec: PPOJobSpec, placed: Placement) -> set[str | None]:
     """Return the pools whose devices compute in a step; a reward function uses none."""
     judge = placed.reward if spec.reward.uses_model else None
     workers = (worker.pool for worker in spec.workers if worker.uses_gpu)
-    return {placed.actor, *placed.rollout_pools, placed.critic, placed.ref, judge, *workers} - {None}
+    return {placed.actor, *placed.rollout_pools, placed.critic, *placed.ref_pools, judge, *workers} - {None}
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

@@ -30,7 +30,7 @@ from ppojob_api.v1alpha1.path_rules import PATH_CHECKS, PATH_RULES
 from ppojob_api.v1alpha1.placement_rules import (
     ACTOR_POOL,
     CRITIC_POOL,
-    DISTINCT_POOLS_RULE,
+    DISTINCT_POOLS_RULES,
     PLACEMENT_CHECKS,
     PLACEMENT_RULES,
 )
@@ -107,7 +107,7 @@ SPEC_RULES = [
 """Rules on the whole spec: of the policy."""
 
 RULES_OF: dict[type[ApiModel], list[Rule]] = {
-    Placement: [DISTINCT_POOLS_RULE],
+    Placement: DISTINCT_POOLS_RULES,
     Pool: [*DEVICE_RULES, *ELASTIC_POOL_RULES],
     PoolNetwork: NETWORK_RULES,
     Topology: TOPOLOGY_RULES,

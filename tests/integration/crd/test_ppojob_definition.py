@@ -339,10 +339,11 @@ def _undescribed(schema: dict[str, Any], path: str) -> list[str]:
 def test_the_rules_leave_room_in_the_budget_of_cost(kubectl: Any) -> None:
     """The largest spec that the bounds allow in what the rules look at is checked within the API server's limit."""
     pools = [{"name": f"p{n}", "gpusPerNode": 64, "nodes": 4096} for n in range(7)]
+    names = [pool["name"] for pool in pools]
     largest = job(
         "largest",
         pools=pools,
-        placement={**dict.fromkeys(("actor", "critic", "ref", "reward"), "p6"), "rollout": ["p6"]},
+        placement={"actor": "p6", "critic": "p6", "reward": "p6", "rollout": names, "ref": names},
     )
     largest["spec"]["env"] = [{"name": f"V{n}", "value": "x" * 1000} for n in range(128)]
 

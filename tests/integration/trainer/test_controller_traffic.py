@@ -137,10 +137,9 @@ async def connect_nothing(weights: WeightsGroup) -> list[Transports]:
 
 async def make_ready(groups: Groups) -> None:
     assert groups.critic is not None
-    assert groups.own_ref is not None
     assert groups.reward.function is not None
     await wait_until_up(groups.all())
-    meeting = (join(group.group) for group in (groups.actor, groups.critic, groups.own_ref))
+    meeting = (join(group.group) for group in (groups.actor, groups.critic, *groups.own_refs.values()))
     loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
     await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
     await groups.rollout.begin_load()

@@ -192,7 +192,7 @@ async def made(folder: Path) -> Run:
     weights = WeightsGroup(actor, [rollout], job)
     await weights.connect()
     unused = cast("Any", None)
-    ports = Ports(data, rollout, unused, None, None, unused, unused, weights)
+    ports = Ports(data, rollout, unused, None, {}, unused, unused, weights)
     run: Run
 
     async def load_again(step: int) -> object:

@@ -51,7 +51,7 @@ def with_two_engines(model: Path, **changes: Any) -> dict[str, Any]:
     settings = {
         "data": data,
         "rollout": {"samplesPerPrompt": 2, "maxNumSeqs": 4},
-        "placement": {"actor": "actor", "critic": "critic", "ref": "critic", "rollout": ["actor", LOST_POOL]},
+        "placement": {"actor": "actor", "critic": "critic", "ref": ["critic"], "rollout": ["actor", LOST_POOL]},
         "checkpoint": {"everySteps": 1, "keep": 1},
     }
     return spec_of(model, **settings | changes)
@@ -135,7 +135,7 @@ def test_responses_that_wait_in_one_step_off_are_not_lost_with_the_process_of_th
         model,
         # Two pools of nothing but an engine.
         pools=[{"name": name, "gpusPerNode": 1} for name in ("actor", "rollout", LOST_POOL)],
-        placement={"actor": "actor", "critic": "actor", "ref": "actor", "rollout": ["rollout", LOST_POOL]},
+        placement={"actor": "actor", "critic": "actor", "ref": ["actor"], "rollout": ["rollout", LOST_POOL]},
         schedule={"mode": "OneStepOff"},
         algorithm={"rolloutCorrection": {"method": "Truncate"}},
     )

@@ -155,6 +155,22 @@ def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, m
     assert_same_weights(found, undisturbed, model)
 
 
+@pytest.mark.parametrize("mode", ["Serial", pytest.param("Overlapped", marks=pytest.mark.long)])
+def test_a_reference_in_two_pools_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path, mode: str) -> None:
+    both = {"actor": "actor", "critic": "critic", "ref": ["actor", "critic"]}
+
+    found = finish(tmp_path, mixture_spec(model, placement=both, schedule={"mode": mode}))
+
+    assert_same_steps(found, undisturbed, rel=2e-2, absolute=2e-3)
+    assert_same_weights(found, undisturbed, model)
+    logs = {path.stem for path in (tmp_path / "logs" / "attempt-0").iterdir()}
+    assert {"ref-0", "ref_critic-0"} <= logs
+    if mode == "Serial":
+        parts = [e for e in read_trace(tmp_path / "trace.json") if (e["ph"], e["name"]) == ("X", "ref")]
+        roles = {step: {e["cat"] for e in parts if e["args"]["step"] == step} for step in range(1, STEPS + 1)}
+        assert roles == {step: {"ref", "ref_critic"} for step in range(1, STEPS + 1)}
+
+
 @pytest.mark.long
 def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Path) -> None:
     grpo: dict[str, Any] = {
@@ -205,7 +221,7 @@ def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         trainer={"totalEpochs": 1, "validateEverySteps": 0},
     )
     del raw["placement"]
-    assert job_of(root, raw).spec.placement.ref == "one"
+    assert job_of(root, raw).spec.placement.ref == ["one"]
     return finish(root, raw, steps=2)
 
 

@@ -43,11 +43,11 @@ def _resolved(changes: Changes) -> PPOJobSpec:
         (GRPO, "actor=actor rollout=actor reward=actor"),
         (GRPO_WITH_KL, "actor=actor rollout=actor ref=actor reward=actor"),
         (
-            KL | {("spec", "placement", "ref"): "actor"},
+            KL | {("spec", "placement", "ref"): ["actor"]},
             "actor=actor rollout=actor ref=actor critic=critic reward=critic",
         ),
         ({("spec", "placement", "rollout"): ["critic"]}, "actor=actor rollout=critic critic=critic reward=critic"),
-        ({("spec", "placement", "ref"): "actor"}, "actor=actor rollout=actor critic=critic reward=critic"),
+        ({("spec", "placement", "ref"): ["actor"]}, "actor=actor rollout=actor critic=critic reward=critic"),
     ],
     ids=[
         "GAE",
@@ -67,6 +67,15 @@ def test_every_role_in_use_has_a_pool(changes: Changes, expected: str) -> None:
     placed = {role: pool.name for role, pool in roles(_resolved(changes))}
 
     assert " ".join(f"{role.value}={placed[role]}" for role in Role if role in placed) == expected
+
+
+def test_a_reference_in_several_pools_has_the_role_in_each_and_their_order_is_no_other_layout() -> None:
+    one, other = (
+        _resolved(KL | {("spec", "placement", "ref"): pools}) for pools in (["actor", "critic"], ["critic", "actor"])
+    )
+
+    assert [pool.name for role, pool in roles(one) if role is Role.REF] == ["actor", "critic"]
+    assert one == other
 
 
 def test_a_pool_that_is_shared_with_the_rollout_has_the_role_too() -> None:
@@ -125,7 +134,7 @@ def test_one_step_off_has_its_staleness(given: dict[str, int], resolved: int) ->
         (GRPO, "Auto", [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES]),
         (GRPO | {("spec", "algorithm", "dynamicSampling"): {}}, "Auto", [Overlap.NEXT_GENERATION, Overlap.VALUES]),
         (GRPO | {("spec", "placement", "rollout"): ["critic"]}, "Auto", [Overlap.VALUES]),
-        (GRPO_WITH_KL | {("spec", "placement", "ref"): "critic"}, "Auto", [Overlap.VALUES]),
+        (GRPO_WITH_KL | {("spec", "placement", "ref"): ["critic"]}, "Auto", [Overlap.VALUES]),
         # A reward function computes on no device of its pool, a reward model does.
         (
             GRPO | {("spec", "placement", "reward"): "critic"},

@@ -61,12 +61,12 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_all_problems_that_span_fields_are_reported_at_once() -> None:
-    bad = with_changes({("spec", "actor", "miniBatchSize"): 3, ("spec", "placement", "ref"): "nowhere"})
+    bad = with_changes({("spec", "actor", "miniBatchSize"): 3, ("spec", "placement", "ref"): ["nowhere"]})
 
     with pytest.raises(SpecError) as caught:
         parse_manifest(bad)
 
-    assert [error.path for error in caught.value.errors] == ["spec.placement.ref", "spec.actor.miniBatchSize"]
+    assert [error.path for error in caught.value.errors] == ["spec.placement.ref[0]", "spec.actor.miniBatchSize"]
 
 
 def test_a_long_value_is_shortened() -> None:

@@ -41,6 +41,7 @@ def test_every_layout_is_a_valid_job_with_all_gpus(num_gpus: int, device: str) -
         ("1+1", {"actor": 1, "critic": 1}, "Overlapped"),
         ("3+1", {"actor": 3, "critic": 1}, "Overlapped"),
         ("1+2-parallel-update", {"actor": 1, "critic": 2}, "ParallelUpdate"),
+        ("1+1-ref-in-both", {"actor": 1, "critic": 1}, "Overlapped"),
         ("rollout-alone", {"actor": 1, "critic": 1, "rollout": 2}, "Overlapped"),
         ("ref-alone", {"actor": 2, "critic": 1, "ref": 1}, "Overlapped"),
         ("reward-alone", {"actor": 2, "critic": 1, "reward": 1}, "Overlapped"),
@@ -53,6 +54,10 @@ def test_a_name_says_pools_and_mode(name: str, pools: dict[str, int], mode: str)
     assert spec.schedule.mode == mode
     assert (spec.model.reward is not None) == (name == "reward-alone")
     assert spec.schedule.max_staleness == {"rollout-apart-one-step-off": 1, "rollout-apart-one-step-off-3": 3}.get(name)
+
+
+def test_the_reference_may_be_in_both_pools() -> None:
+    assert layout("split-ref-in-both", 4)["placement"]["ref"] == ["actor", "critic"]
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))

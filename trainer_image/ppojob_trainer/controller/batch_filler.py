@@ -22,8 +22,9 @@ from typing import Generic
 
 from ppojob_trainer.controller.dynamic_sampling import Candidates, DynamicSampler
 from ppojob_trainer.controller.errors import BatchNotFilledError
-from ppojob_trainer.controller.forward import Chain, Part, gather_or_cancel, join_parts
+from ppojob_trainer.controller.forward import gather_or_cancel
 from ppojob_trainer.controller.generation import Generation, Listener, Writing
+from ppojob_trainer.controller.parts import Chain, Part, join_parts
 from ppojob_trainer.controller.ports import B, Metrics, Prompts
 
 __all__ = ["BatchFiller", "Filled", "FillerCalls", "Scored"]

@@ -10,6 +10,8 @@ Generation differs: longer responses take more steps of the engine, each with it
 GPUs separates the two parts. The fixed part is the time of the longest response, however short the others are; the
 divided part is the work of all responses.
 
+The measured time of a phase that several pools compute (`ref`) lasts while any of them does, so it is an upper bound.
+
 The model leaves out networks (the gathers of a pool that is newly spread over several nodes), memory (fewer tokens per
 pass), the sleep and wake-up of engines that share a GPU, and the passes in which pipeline stages wait for one another:
 with more GPUs, a rank has fewer micro-batches, so the share of these passes grows.

@@ -4,28 +4,29 @@
     chain (none)   ├─ reward part 1 ┐┌─ 2 ┐┌─ 3 ┐
                  part 1            2      3: the last response is finished
 
-Phases of one chain run one after the other; phases of different chains run at the same time. A row's result depends
-only on the row, so neither the division into parts nor the order changes it. Called by `ppo`, which defines the phases
-and chains.
+Phases of one chain run one after the other; phases of different chains run at the same time. A phase that has several
+pools is in the chain of each: when a chain has nothing else to compute, it computes some rows of that phase
+(`shared_rows`). A row's result depends only on the row, so neither the division into parts nor the order changes it.
+Called by `ppo`; `forward_plan` defines the phases and chains.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from ppojob_trainer.controller.parts import Chain, Part
 from ppojob_trainer.controller.ports import B, Metrics
+from ppojob_trainer.controller.shared_rows import Helper, SharedRows
 
 __all__ = [
-    "Chain",
+    "ChainPhases",
     "ForwardPhase",
-    "Part",
     "StreamedPhases",
     "at_once",
     "gather_or_cancel",
-    "join_parts",
     "no_metrics",
     "on_whole",
 ]
@@ -35,23 +36,55 @@ __all__ = [
 class ForwardPhase(Generic[B]):
     """How a phase is computed.
 
-    role: the role that computes it. compute: maps a batch to its new columns. metrics: of the columns of all rows.
-    ready: returns when the phase may start.
+    compute: maps a batch to its new columns; if the phase has several pools, all compute parts of the batch at the same
+    time. metrics: of the columns of all rows. ready: returns when the phase may start. helpers: the pools of the phase,
+    by the role that computes it there.
     """
 
-    role: str
     compute: Callable[[B], Coroutine[Any, Any, B]]
     metrics: Callable[[B], Metrics]
     ready: Callable[[], Awaitable[object]]
+    helpers: Mapping[str, Helper[B]] = field(default_factory=dict)
 
-    def after(self, event: asyncio.Event) -> ForwardPhase[B]:
-        """Return the same phase, which also waits for an event before it starts."""
+    @staticmethod
+    def of(
+        helpers: Mapping[str, Helper[B]], metrics: Callable[[B], Metrics], ready: Callable[[], Awaitable[object]]
+    ) -> ForwardPhase[B]:
+        """Return a phase that one pool computes, or several."""
 
-        async def ready() -> None:
-            await event.wait()
-            await self.ready()
+        async def compute(batch: B) -> B:
+            if len(helpers) == 1:
+                (only,) = helpers.values()
+                columns: B = await only.in_turn(only.compute(batch))
+                return columns
+            rows = SharedRows(helpers, len(batch))
+            rows.add(Part(range(len(batch)), batch))
 
-        return replace(self, ready=ready)
+            async def follow(role: str) -> None:
+                while rows.has_waiting:
+                    await rows.help(role)
+
+            await gather_or_cancel(follow(role) for role in helpers)
+            return rows.found()
+
+        return ForwardPhase(compute, metrics, ready, helpers)
+
+
+@dataclass(frozen=True)
+class ChainPhases:
+    """The phases of a chain, in their order.
+
+    own: computed on every row, one phase after the other. shared: phases that other chains compute too, with the role
+    under which this chain does: computed when nothing of its own waits.
+    """
+
+    own: Sequence[str]
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> str:
+        """The phase that decides when the chain may start."""
+        return next(iter([*self.own, *self.shared]))
 
 
 def no_metrics(_: object) -> Metrics:
@@ -64,125 +97,90 @@ async def at_once() -> None:
     return None
 
 
-@dataclass(frozen=True)
-class Part(Generic[B]):
-    """Rows by number, and what is known of them."""
-
-    rows: Sequence[int]
-    batch: B
-
-    def without(self, rows: Set[int]) -> Part[B] | None:
-        """Return the part without these rows; None if none is left."""
-        kept = [position for position, row in enumerate(self.rows) if row not in rows]
-        if len(kept) == len(self.rows):
-            return self
-        return Part([self.rows[position] for position in kept], self.batch.take(kept)) if kept else None
+async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[ChainPhases], batch: B) -> dict[str, B]:
+    """Return the columns of each phase, computed on the whole batch."""
+    running = StreamedPhases(phases, len(batch))
+    running.end()
+    try:
+        return await running.found(chains, batch)
+    finally:
+        running.cancel()
 
 
-class Chain(Generic[B]):
-    """The parts of one chain: those that wait, those that are being computed, and what was computed."""
+class StreamedPhases(Generic[B]):
+    """Computes phases on parts of a batch as they arrive. A busy chain then takes all parts that arrived at once.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self._waiting: list[Part[B]] = []
-        self._found: dict[str, list[Part[B]]] = {name: [] for name in names}
-        self._dropped: set[int] = set()
+    Args:
+        num_rows: of the whole batch.
+    """
+
+    def __init__(self, phases: Mapping[str, ForwardPhase[B]], num_rows: int) -> None:
+        self._phases = phases
+        self._chains: list[Chain[B]] = []
+        self._shared: dict[str, SharedRows[B]] = {}
+        self._num_rows = num_rows
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_ended = False
         self._changed = asyncio.Event()
 
-    def add(self, part: Part[B]) -> None:
-        """Add a part."""
-        self._waiting.append(part)
-        self._changed.set()
+    def follow(self, names: ChainPhases, *, after: asyncio.Event | None = None, whole: B | None = None) -> None:
+        """Begin to compute a chain.
+
+        Args:
+            after: the chain waits for it.
+            whole: the whole batch, if no parts come to this chain.
+        """
+        chain = Chain[B](names.own)
+        chains = [chain] if names.own else []
+        shared = {
+            name: SharedRows(self._phases[name].helpers, self._num_rows)
+            for name in names.shared
+            if name not in self._shared
+        }
+        if whole is not None:
+            queues: list[Chain[B] | SharedRows[B]] = [*chains, *shared.values()]
+            for queue in queues:
+                queue.add(Part(range(len(whole)), whole))
+        self._chains += chains
+        self._shared |= shared
+        self._tasks.append(asyncio.create_task(self._follow(chain, names, after)))
+
+    def add(self, rows: Sequence[int], batch: B) -> None:
+        """Add a part; `rows` are its row numbers in the whole batch."""
+        for each in self._queues():
+            each.add(Part(rows, batch))
+        self._notify()
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget rows, also those that are computed or being computed."""
-        lost = frozenset(rows)
-        self._dropped |= lost
-        self._waiting = _without(self._waiting, lost)
-        self._found = {name: _without(parts, lost) for name, parts in self._found.items()}
+        """Forget rows whose responses were lost. They come again, and may differ by the engine's rounding."""
+        for each in self._queues():
+            each.drop(rows)
 
     def read_from(self, batch: B) -> None:
-        """Take the rows that wait from `batch`, which has all of them."""
-        self._waiting = [Part(part.rows, batch.take(part.rows)) for part in self._waiting]
+        """Take the rows that wait from `batch`, the whole one: the processes that made the parts may be lost."""
+        for each in self._queues():
+            each.read_from(batch)
 
     def end(self) -> None:
         """Signal that there are no more parts."""
         self._is_ended = True
-        self._changed.set()
+        self._notify()
 
-    async def take_all(self) -> Part[B] | None:
-        """Wait for a part; return it with all others that wait. None after the last part."""
-        while not self._waiting and not self._is_ended:
-            self._changed.clear()
-            await self._changed.wait()
-        if not self._waiting:
-            return None
-        parts, self._waiting, self._dropped = self._waiting, [], set()
-        first, *others = (part.batch for part in parts)
-        rows = [row for part in parts for row in part.rows]
-        return Part(rows, first.join_rows(others, range(len(rows))) if others else first)
+    async def found(self, others: Iterable[ChainPhases] = (), whole: B | None = None) -> dict[str, B]:
+        """Wait for all phases on all parts; return each phase's columns of the whole batch, in its row order.
 
-    def keep(self, name: str, computed: Part[B]) -> list[int]:
-        """Keep the columns that a phase computed, without the rows that were dropped meanwhile; return the rows."""
-        kept = _without([computed], self._dropped)
-        self._found[name] += kept
-        return [row for part in kept for row in part.rows]
-
-    def found(self) -> dict[str, B]:
-        """Return each phase's columns of the whole batch, in its row order."""
-        return {name: join_parts((part.rows, part.batch) for part in parts) for name, parts in self._found.items()}
-
-
-def _without(parts: Iterable[Part[B]], rows: Set[int]) -> list[Part[B]]:
-    return [left for part in parts if (left := part.without(rows)) is not None]
-
-
-async def on_whole(phases: Mapping[str, ForwardPhase[B]], chains: Iterable[Sequence[str]], batch: B) -> dict[str, B]:
-    """Return the columns of each phase, computed on the whole batch."""
-    found: dict[str, B] = {}
-
-    async def follow(names: Sequence[str]) -> None:
-        for name in names:
-            await phases[name].ready()
-            found[name] = await phases[name].compute(batch)
-
-    await gather_or_cancel(follow(names) for names in chains)
-    return found
-
-
-class StreamedPhases(Generic[B]):
-    """Computes phases on parts of a batch as they arrive. A busy chain then takes all parts that arrived at once."""
-
-    def __init__(self, phases: Mapping[str, ForwardPhase[B]], chains: Sequence[Sequence[str]]) -> None:
-        self._phases = phases
-        self._chains = [Chain[B](names) for names in chains]
-        self._tasks = [asyncio.create_task(self._follow(chain)) for chain in self._chains]
-
-    def add(self, rows: Sequence[int], batch: B) -> None:
-        """Add a part; `rows` are its row numbers in the whole batch."""
-        for chain in self._chains:
-            chain.add(Part(rows, batch))
-
-    def drop(self, rows: Sequence[int]) -> None:
-        """Forget rows whose responses were lost. They come again, and may differ by the engine's rounding."""
-        for chain in self._chains:
-            chain.drop(rows)
-
-    def read_from(self, batch: B) -> None:
-        """Take the rows that wait from `batch`, the whole one: the processes that made the parts may be lost."""
-        for chain in self._chains:
-            chain.read_from(batch)
-
-    def end(self) -> None:
-        """Signal that there are no more parts."""
-        for chain in self._chains:
-            chain.end()
-
-    async def found(self) -> dict[str, B]:
-        """Wait for all phases on all parts; return each phase's columns of the whole batch, in its row order."""
-        await asyncio.gather(*self._tasks)
-        return {name: columns for chain in self._chains for name, columns in chain.found().items()}
+        Args:
+            others: chains that begin only now, with the whole batch.
+        """
+        for names in others:
+            self.follow(names, whole=whole)
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            self.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        found = {name: columns for chain in self._chains for name, columns in chain.found().items()}
+        return {**found, **{name: rows.found() for name, rows in self._shared.items()}}
 
     def cancel(self) -> None:
         """Cancel the phases that are not computed yet."""
@@ -191,20 +189,35 @@ class StreamedPhases(Generic[B]):
             # Retrieve its exception: `found` raised it, or nobody awaits it any more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _follow(self, chain: Chain[B]) -> None:
+    async def _follow(self, chain: Chain[B], names: ChainPhases, after: asyncio.Event | None) -> None:
+        if after is not None:
+            await after.wait()
         # Parts queue up until the first phase may start.
-        await self._phases[chain.names[0]].ready()
-        while part := await chain.take_all():
-            for name in chain.names:
-                await self._phases[name].ready()
-                chain.keep(name, Part(part.rows, await self._phases[name].compute(part.batch)))
+        await self._phases[names.first].ready()
+        while True:
+            if chain.has_waiting:
+                await self._compute(chain)
+            elif shared := next((name for name in names.shared if self._shared[name].has_waiting), None):
+                await self._phases[shared].ready()
+                await self._shared[shared].help(names.shared[shared])
+            elif self._is_ended:
+                return
+            else:
+                await self._changed.wait()
 
+    async def _compute(self, chain: Chain[B]) -> None:
+        part = await chain.take_all()
+        assert part is not None, "parts wait"
+        for name in chain.names:
+            await self._phases[name].ready()
+            chain.keep(name, Part(part.rows, await self._phases[name].compute(part.batch)))
 
-def join_parts(parts: Iterable[tuple[Sequence[int], B]]) -> B:
-    """Return the rows of all parts as one batch, each row at its number."""
-    found = list(parts)
-    first, *others = (batch for _, batch in found)
-    return first.join_rows(others, [row for rows, _ in found for row in rows])
+    def _queues(self) -> list[Chain[B] | SharedRows[B]]:
+        return [*self._chains, *self._shared.values()]
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, None]]) -> None:

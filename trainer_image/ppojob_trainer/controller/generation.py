@@ -24,8 +24,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ppojob_trainer.controller.forward import gather_or_cancel, join_parts
+from ppojob_trainer.controller.forward import gather_or_cancel
 from ppojob_trainer.controller.metrics import draft_metrics
+from ppojob_trainer.controller.parts import join_parts
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import (
     B,

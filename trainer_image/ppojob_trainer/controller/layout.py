@@ -5,18 +5,26 @@ Called by `run`, `groups`, the monitor and the benchmark.
 
 from __future__ import annotations
 
+from ppojob_api.v1alpha1.pools import Placement
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.generation import OWN
 from ppojob_trainer.controller.schedule import is_one_update, schedule_for
 from ppojob_trainer.controller.step_time import Layout
 
-__all__ = ["layout_of", "pools_of_phases", "pools_of_roles", "shared_role"]
+__all__ = ["layout_of", "pools_of_phases", "pools_of_roles", "ref_role", "shared_role"]
+
+REF = "ref"
 
 
 def shared_role(pool: str) -> str:
     """Return the role of the engines in a pool that is shared with the rollout."""
     return f"{OWN}_{pool}"
+
+
+def ref_role(placement: Placement, pool: str) -> str:
+    """Return the role of the reference in one of its pools."""
+    return REF if pool == placement.ref_pools[0] else f"{REF}_{pool}"
 
 
 def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
@@ -27,7 +35,7 @@ def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
         "actor": placement.actor,
         "rollout": placement.rollout_pools[0],
         "critic": placement.critic,
-        "ref": placement.ref,
+        **{ref_role(placement, pool): pool for pool in placement.ref_pools},
         "reward": placement.reward,
         "reward_model": placement.reward if spec.reward.uses_model else None,
         **{worker.name: worker.pool for worker in spec.workers},
@@ -56,5 +64,6 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         is_one_update=is_one_update(spec),
         is_bypassed=spec.algorithm.bypasses_old_log_probs,
         shared=spec.placement.shared_pools,
+        ref_pools=spec.placement.ref_pools,
         engines_sleep=any(map(spec.engines_sleep_in, spec.placement.rollout_pools)),
     )

@@ -359,8 +359,9 @@ class AdvantagePort(Protocol[B]):
 
 @dataclass(frozen=True)
 class Ports(Generic[B]):
-    """Everything that one step calls. critic is None if the algorithm reads no values, ref if it reads no reference.
+    """Everything that one step calls. critic is None if the algorithm reads no values.
 
+    refs: the reference in each of its pools, by the role under which its phases run; empty if the algorithm reads none.
     hooks: hooks of the same point are called in this order. shared: the engines in pools that are shared with the
     rollout, by the role under which their phases run.
     """
@@ -369,7 +370,7 @@ class Ports(Generic[B]):
     rollout: RolloutPort[B]
     actor: ActorPort[B]
     critic: CriticPort[B] | None
-    ref: RefPort[B] | None
+    refs: Mapping[str, RefPort[B]]
     reward: RewardPort[B]
     advantages: AdvantagePort[B]
     weights: WeightsPort

@@ -27,6 +27,7 @@
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
   So it is if the engine's log-probs take its place (`algorithm.rolloutCorrection.method: Bypass`).
+* With a reference in several pools, each computes rows of ref when it has nothing else to compute (`shared_rows`).
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
   updated in flight. reward N+1 (ref too, if its pool neither trains nor generates) runs while step N is trained.
   old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
@@ -40,20 +41,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.batch_filler import BatchFiller, FillerCalls, Scored
 from ppojob_trainer.controller.dynamic_sampling import DynamicSampler, SamplingSettings
 from ppojob_trainer.controller.engine_weights import EngineWeights
-from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, at_once, no_metrics, on_whole
+from ppojob_trainer.controller.forward import StreamedPhases, on_whole
+from ppojob_trainer.controller.forward_plan import SCORING, ForwardPlan
 from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.metrics import length_metrics, staleness_metrics
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import B, Metrics, Ports, Prompts, Rollout
 from ppojob_trainer.controller.queue import Generated, GenerationQueue
-from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed, leaves_out_old_log_prob
+from ppojob_trainer.controller.schedule import Schedule, leaves_out_old_log_prob
 
 if TYPE_CHECKING:
     # `maths` imports torch, which the controller does not need.
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOSettings", "Prepared"]
 
 T = TypeVar("T")
-_SCORING = (Phase.REWARD, Phase.REWARD_MODEL)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class PPOSettings:
     pool_of: pool of each role. max_response_length: in tokens, for the clip ratio of lengths. critic_warmup_steps:
     steps at the start that update only the critic. is_one_update: each batch is used for one update and nothing else
     reads old_log_probs, so the ratio is 1. is_bypassed: they are the engine's. sampling: None: no dynamic sampling.
+    gpus: of each pool; those that are left out have one.
     """
 
     pool_of: Mapping[str, str]
@@ -80,6 +82,7 @@ class PPOSettings:
     is_one_update: bool = False
     is_bypassed: bool = False
     sampling: SamplingSettings | None = None
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,19 @@ class PPO(Generic[B]):
         self._generation = Generation(ports, phases, self.load_again, keeps=schedule.max_staleness > 0)
         self._weights = EngineWeights(ports.weights, phases, self._generation.roles, in_flight=schedule.in_flight)
         self.queue = GenerationQueue(self._generate, schedule.max_staleness, in_flight=schedule.in_flight)
+        self._writing = {settings.pool_of[role] for role in self._generation.roles}
+        self._plan = ForwardPlan(
+            ports,
+            schedule,
+            phases,
+            settings.pool_of,
+            settings.gpus,
+            self._writing,
+            has_old_log_prob=not leaves_out_old_log_prob(
+                schedule, is_one_update=settings.is_one_update, is_bypassed=settings.is_bypassed
+            ),
+            critic_is_done=self.critic_metrics,
+        )
         self._critic_update: asyncio.Task[Metrics] | None = None
         self._step_hooks: asyncio.Task[Metrics] | None = None
         # With older weights, those of several steps.
@@ -133,7 +149,7 @@ class PPO(Generic[B]):
 
     async def _filled(self, sampler: DynamicSampler, step: int, version: int) -> Generated[B]:
         """Generate and score until the batch is full of prompts whose scores differ."""
-        data, phases = self._ports.data, self._scoring_phases(step)
+        data, phases = self._ports.data, self._plan.scoring(step)
         calls = FillerCalls(
             prompts=lambda count: self._run(Phase.DATA, "data", step, data.prompts(step, count)),
             give_back=lambda used: self._run(Phase.DATA, "data", step, data.give_back(step, used)),
@@ -141,8 +157,7 @@ class PPO(Generic[B]):
             score=lambda batch: self._score(batch, step),
             sources=list(phases),
         )
-        writing = {self._settings.pool_of[role] for role in self._generation.roles}
-        can_score = not self._has_generate_hooks and not writing & self._chains(phases).keys()
+        can_score = not self._has_generate_hooks and not self._writing & self._plan.chains(phases).keys()
         is_streamed = self._schedule.streaming and can_score
         found = await BatchFiller(sampler, self._generation, calls, step, is_streamed=is_streamed).fill()
         of_scores = {
@@ -161,15 +176,12 @@ class PPO(Generic[B]):
         hooked: Metrics = {}
         if self._has_generate_hooks:
             batch, hooked = await self._generate_hooks(batch, step)
-        phases, reward = self._scoring_phases(step), self._ports.reward
-        scores = await on_whole(phases, self._chains(phases).values(), batch)
+        phases, reward = self._plan.scoring(step), self._ports.reward
+        scores = await on_whole(phases, self._plan.chains(phases).values(), batch)
         # In one order for all parts: they are joined by position.
         scored = batch.union(*(scores[name] for name in phases))
         batch, total = await self._run(Phase.REWARD, "reward", step, reward.total(scored))
         return Scored(batch, scores, reward.row_scores(batch), {**hooked, **total})
-
-    def _scoring_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
-        return {name: phase for name, phase in self._forward_phases(step).items() if name in _SCORING}
 
     @property
     def _has_generate_hooks(self) -> bool:
@@ -305,19 +317,20 @@ class PPO(Generic[B]):
     async def _forward(self, generated: Generated[B]) -> tuple[B, dict[str, float]]:
         """Compute scores, log-probs, reference and values; the result does not depend on which finishes first."""
         step, streamed = generated.step, generated.streamed
-        done = _SCORING if generated.is_scored else ()
-        phases = {name: phase for name, phase in self._forward_phases(step).items() if name not in done}
-        chains = [
-            names for chain, names in self._chains(phases).items() if streamed is None or not self._is_streamed(chain)
-        ]
+        done = SCORING if generated.is_scored else ()
+        phases = {name: phase for name, phase in self._plan.phases(step).items() if name not in done}
+        chains = self._plan.chains(phases)
+        if streamed is None:
+            streamed, others = StreamedPhases(phases, len(generated.batch)), list(chains.values())
+            streamed.end()
+        else:
+            others = [names for chain, names in chains.items() if not self._plan.is_streamed(chain)]
         try:
-            whole = await on_whole(phases, chains, generated.batch)
-            found = {**whole, **(await streamed.found() if streamed is not None else {})}
+            found = await streamed.found(others, generated.batch)
         finally:
             # A stop drops the step, and so the phases that have already started.
-            if streamed is not None:
-                streamed.cancel()
-                self._streamed.discard(streamed)
+            streamed.cancel()
+            self._streamed.discard(streamed)
         batch = generated.batch.union(*(found[name] for name in phases))
         metrics = {key: value for name in phases for key, value in phases[name].metrics(found[name]).items()}
         if generated.is_scored:
@@ -327,13 +340,12 @@ class PPO(Generic[B]):
 
     async def _stream(self, prompts: Prompts[B], step: int) -> tuple[Rollout[B], StreamedPhases[B]]:
         """Generate the responses. Phases start on finished responses in pools where no engine generates any more."""
-        phases, pool_of = self._forward_phases(step), self._settings.pool_of
-        chains = {chain: names for chain, names in self._chains(phases).items() if self._is_streamed(chain)}
+        phases, pool_of = self._plan.phases(step), self._settings.pool_of
         written = {pool_of[role]: asyncio.Event() for role in self._generation.roles}
-        for chain in chains.keys() & written.keys():
-            first = chains[chain][0]
-            phases[first] = phases[first].after(written[chain])
-        streamed = StreamedPhases(phases, list(chains.values()))
+        streamed = StreamedPhases(phases, len(prompts.batch))
+        for chain, names in self._plan.chains(phases).items():
+            if self._plan.is_streamed(chain):
+                streamed.follow(names, after=written.get(chain))
         self._streamed.add(streamed)
 
         def take(rows: Sequence[int], responses: B) -> None:
@@ -350,47 +362,6 @@ class PPO(Generic[B]):
             streamed.read_from(prompts.batch.union(rollout.batch))
         streamed.end()
         return rollout, streamed
-
-    def _chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, list[str]]:
-        """Return the phases that must run one after the other, by the pool that they keep busy."""
-        chains: dict[str, list[str]] = {}
-        for name, phase in phases.items():
-            chain = chain_of(name, phase.role, self._schedule, self._settings.pool_of)
-            chains.setdefault(chain, []).append(name)
-        return chains
-
-    def _is_streamed(self, chain: str) -> bool:
-        pool_of = self._settings.pool_of
-        return is_streamed(chain, self._schedule, pool_of, {pool_of[role] for role in self._generation.roles})
-
-    def _forward_phases(self, step: int) -> dict[str, ForwardPhase[B]]:
-        """Return the forward phases of a step, in the serial order."""
-        ports = self._ports
-
-        def phase(
-            name: str,
-            role: str,
-            compute: Callable[[B], Coroutine[Any, Any, B]],
-            metrics: Callable[[B], Metrics] = no_metrics,
-            ready: Callable[[], Awaitable[object]] = at_once,
-        ) -> None:
-            found[name] = ForwardPhase(role, lambda batch: self._run(name, role, step, compute(batch)), metrics, ready)
-
-        found: dict[str, ForwardPhase[B]] = {}
-        if ports.reward.function is not None:
-            phase(Phase.REWARD, "reward", ports.reward.function.compute_scores, ports.reward.function.metrics)
-        of_job = self._settings
-        if not leaves_out_old_log_prob(
-            self._schedule, is_one_update=of_job.is_one_update, is_bypassed=of_job.is_bypassed
-        ):
-            phase(Phase.OLD_LOG_PROB, "actor", ports.actor.compute_log_prob, ports.actor.log_prob_metrics)
-        if ports.critic is not None:
-            phase(Phase.VALUES, "critic", ports.critic.compute_values, ready=self.critic_metrics)
-        if ports.ref is not None:
-            phase(Phase.REF, "ref", ports.ref.compute_ref_log_prob)
-        if ports.reward.model is not None:
-            phase(Phase.REWARD_MODEL, "reward_model", ports.reward.model.compute_scores, ports.reward.model.metrics)
-        return found
 
     async def _run(self, phase: str, role: str, step: int, work: Coroutine[Any, Any, T]) -> T:
         return await self._phases.run_alone(phase, role, step, work)

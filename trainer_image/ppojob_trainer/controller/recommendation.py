@@ -1,11 +1,12 @@
 """Recommends pool sizes from the measured phases: sentences for people, and layouts for programs.
 
-It answers four questions, each only if the gain is large enough:
+It answers five questions, each only if the gain is large enough:
 
 * Which pool could do with fewer GPUs?
 * Which pool would gain from more GPUs?
 * Would some GPUs be more useful in another pool?
 * Which pool should be shared with the rollout?
+* Which pool should have a copy of the reference?
 
 The times come from `prediction`; `cost_model` says what they leave out. With fewer GPUs each one stores more of a
 model, and a pool that is shared with the rollout also stores an engine. If memory was measured, layouts that might not
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.pools import Pool, Role
 from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
@@ -103,9 +104,9 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
     busy = {pool.name: _busy(last, pool.name) for pool in spec.pools}
     noun = "GPU" if spec.device is Device.CUDA else "worker"
     sentences = [say(_Words(spec.pools, noun, busy, len(last)), option) for say, option in said.items()]
-    sentences += _say_shared(
-        {name: predict(costs, layout_of(shared)).seconds / now - 1 for name, shared in _shared(spec, last)}
-    )
+    for other, words in ((_shared(spec, last), _SHARED), (_with_reference(spec, last), _WITH_REFERENCE)):
+        changes = {name: predict(costs, layout_of(changed)).seconds / now - 1 for name, changed in other}
+        sentences += _say_placed(changes, words)
     text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
     return Recommendation(text, tuple(option.advice() for option in said.values()))
 
@@ -131,17 +132,44 @@ def _shared(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[
 
 def _has_room_for_an_engine(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> bool:
     """Whether an engine fits beside the measured peak memory of the pool, without having to sleep."""
-    peak, total = (
-        max(metrics.get(f"pool/{pool.name}/memory_{name}_gb", 0.0) for metrics in steps) for name in ("peak", "total")
-    )
+    peak, total = _memory(pool, steps)
     return peak + spec.rollout.gpu_memory_utilization * total <= total
 
 
-def _say_shared(changes: Mapping[str, float]) -> Iterator[str]:
-    """Yield the sentence about the pool whose engines would save most, if they save enough."""
+def _memory(pool: Pool, steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Return the most that was in use on a GPU of the pool, and its memory, in GB; 0 if they were not measured."""
+    peak, total = (
+        max(metrics.get(f"pool/{pool.name}/memory_{name}_gb", 0.0) for metrics in steps) for name in ("peak", "total")
+    )
+    return peak, total
+
+
+def _with_reference(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
+    """Yield each further pool that could have a copy of the reference, with the spec that has it there."""
+    placement = spec.placement
+    for pool in spec.pools if placement.ref_pools else ():
+        pools = [*placement.ref_pools, pool.name]
+        other = spec.model_copy(update={"placement": placement.model_copy(update={"ref": pools})})
+        if next(check(other), None) is None and _has_room_for_a_reference(pool, spec, steps):
+            yield pool.name, other
+
+
+def _has_room_for_a_reference(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> bool:
+    """Whether a copy fits beside the measured peak memory, if all that torch allocated is divided over the GPUs."""
+    peak, total = _memory(pool, steps)
+    allocated = max(metrics.get(f"perf/max_memory_allocated_gb/{Role.REF.value}", 0.0) for metrics in steps)
+    return peak + allocated * spec.pool(spec.placement.ref_pools[0]).gpus / pool.gpus <= total or not total
+
+
+_SHARED = "sharing pool {} with the rollout (placement.rollout)"
+_WITH_REFERENCE = "a copy of the reference in pool {} (placement.ref)"
+
+
+def _say_placed(changes: Mapping[str, float], words: str) -> Iterator[str]:
+    """Yield the sentence about the pool that would save most, if it saves enough."""
     best = min(changes, key=lambda name: changes[name], default=None)
     if best is not None and changes[best] <= -MIN_GAIN:
-        yield f"sharing pool {best} with the rollout (placement.rollout) would save {-changes[best]:.0%} step time"
+        yield f"{words.format(best)} would save {-changes[best]:.0%} step time"
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:

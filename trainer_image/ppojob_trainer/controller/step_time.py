@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.schedule import Schedule, chain_of, is_streamed, leaves_out_old_log_prob
+from ppojob_trainer.controller.shared_rows import least_rows, share
 
 __all__ = ["Layout", "StepTime", "is_of_step", "role_of", "step_time"]
 
@@ -42,6 +43,8 @@ _HOOK = "hook_"
 # On-policy, each step starts as the one before did from the second on; a few more do no harm. With OneStepOff, the
 # steps between two pushes do, but only when the slowest pool has used up the lead of the others.
 _NUM_PERIODS, _NUM_STALE_PERIODS = 4, 40
+_NUM_ROWS = 1024
+"""Rows of a step that several pools divide among them; their number matters only for rounding."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Layout:
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
     hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`.
     shared: pools that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those
-    pools too.
+    pools too. ref_pools: those of the reference, if it has several.
     """
 
     pool_of: Mapping[str, str]
@@ -62,9 +65,12 @@ class Layout:
     is_bypassed: bool = False
     shared: Sequence[str] = ()
     engines_sleep: bool = False
+    ref_pools: Sequence[str] = ()
 
     def pools_of(self, phase: str) -> list[str]:
         """Return the pools that a phase keeps busy; none if it runs on CPU cores."""
+        if phase == Phase.REF and self.ref_pools:
+            return list(self.ref_pools)
         pool = self.pool_of.get(role_of(phase, self.pool_of))
         is_shared_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
         return ([] if pool is None else [pool]) + (list(self.shared) if is_shared_too else [])
@@ -101,7 +107,8 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     """Return the time from step to step.
 
     Args:
-        seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks.
+        seconds: of each phase of a step (`gen`, `values`, ...). A worker's `hook_<name>` covers all its hooks. Of a
+            phase that several pools compute, those in which all their GPUs together compute it.
     """
     schedule, play = layout.schedule, _Simulation(seconds, layout)
     staleness = schedule.max_staleness
@@ -113,8 +120,11 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
-        for pool in layout.pools_of(phase):
+        for pool in layout.pools_of(phase) if not play.is_shared(phase) else ():
             work[pool] += taken / (push_every if phase == Phase.UPDATE_WEIGHTS else 1)
+    # Each pool has its own part of these phases, not the mean.
+    for pool, taken in play.shared.items():
+        work[pool] += taken
     return StepTime(length, {pool: min(1.0, spent / length) for pool, spent in work.items()})
 
 
@@ -136,6 +146,12 @@ class _Simulation:
         self._generations: list[tuple[float, float]] = []
         self._base = 0
         self._pushed = 0.0
+        # Of each pool: seconds of the last step in phases that several pools compute.
+        self.shared: dict[str, float] = {}
+
+    def is_shared(self, phase: str) -> bool:
+        """Whether several pools compute parts of the phase."""
+        return phase == Phase.REF and len(self._layout.pools_of(phase)) > 1
 
     def step(self) -> float:
         schedule = self._layout.schedule
@@ -194,19 +210,76 @@ class _Simulation:
             self._free[pool] = self._free.get(pool, 0.0) + late
 
     def _forward(self, generated: float) -> float:
-        """Simulate the chains; the chain that is ready first gets the pool first."""
-        schedule, pool_of = self._layout.schedule, self._layout.pool_of
-        chains: dict[str, list[str]] = {}
-        for phase, role in _FORWARD:
-            if phase in self.seconds:
-                chains.setdefault(chain_of(phase, role, schedule, pool_of), []).append(phase)
+        """Simulate the chains: of all that wait for their pools, the phase that can start first goes next."""
+        chains, shared = self._chains()
         reached = {chain: self._written() if self._is_early(chain) else generated for chain in chains}
+        self.shared, end = dict.fromkeys(self._layout.gpus, 0.0), generated
         while chains:
-            ready = {chain: self._ready(phases[0], reached[chain]) for chain, phases in chains.items()}
-            first = min(ready, key=lambda chain: ready[chain])
-            reached[first] = self._run(chains[first].pop(0), ready[first])
+            ready = {chain: self._ready(phases[0][0], reached[chain]) for chain, phases in chains.items()}
+            starts = {chain: (self._start(*chains[chain][0], at), at) for chain, at in ready.items()}
+            first = min(starts, key=lambda chain: starts[chain])
+            phase, pool = chains[first][0]
+            if pool is None:
+                chains[first].pop(0)
+                reached[first] = self._run(phase, ready[first])
+            elif shared[phase]:
+                reached[first] = self._help(phase, pool, ready[first], shared)
+            else:
+                # The others have taken all rows meanwhile.
+                chains[first].pop(0)
+            end = max(end, reached[first])
             chains = {chain: phases for chain, phases in chains.items() if phases}
-        return max(reached.values(), default=generated)
+        return end
+
+    def _chains(self) -> tuple[dict[str, list[tuple[str, str | None]]], dict[str, int]]:
+        """Return the phases of each chain, and the rows of those that several chains compute.
+
+        A phase of which a chain computes only parts has the chain's pool, and comes last.
+        """
+        schedule, layout = self._layout.schedule, self._layout
+        own: dict[str, list[tuple[str, str | None]]] = {}
+        parts: dict[str, list[tuple[str, str | None]]] = {}
+        shared: dict[str, int] = {}
+        for phase, role in _FORWARD:
+            if phase not in self.seconds:
+                continue
+            if not self.is_shared(phase):
+                own.setdefault(chain_of(phase, role, schedule, layout.pool_of), []).append((phase, None))
+                continue
+            pools = layout.pools_of(phase)
+            chains = {pool: chain_of(phase, role, schedule, {**layout.pool_of, role: pool}) for pool in pools}
+            if len(set(chains.values())) == 1:
+                own.setdefault(chains[pools[0]], []).append((phase, None))
+                continue
+            shared[phase] = _NUM_ROWS
+            for pool, chain in chains.items():
+                parts.setdefault(chain, []).append((phase, pool))
+        return {chain: own.get(chain, []) + parts.get(chain, []) for chain in own | parts}, shared
+
+    def _start(self, phase: str, pool: str | None, ready: float) -> float:
+        """Return when a phase could start, in its pools or in one of them."""
+        if pool is None and self.is_shared(phase):
+            return ready
+        pools = self._layout.pools_of(phase) if pool is None else [pool]
+        return max([ready, *(self._free.get(each, 0.0) for each in pools)])
+
+    def _help(self, phase: str, pool: str, ready: float, waiting: dict[str, int]) -> float:
+        """Simulate the next part of a phase in one of its pools; take its rows from those that wait."""
+        gpus, of_all = self._layout.gpus[pool], self._layout.gpus_of(phase)
+        rows = share(waiting[phase], gpus, of_all, least_rows(_NUM_ROWS))
+        waiting[phase] -= rows
+        taken = self.seconds[phase] * rows / _NUM_ROWS * of_all / gpus
+        self._free[pool] = self._start(phase, pool, ready) + taken
+        self.shared[pool] += taken
+        return self._free[pool]
+
+    def _divide(self, phase: str, ready: float) -> float:
+        """Simulate a phase that all its pools compute at the same time, each from when it is free."""
+        waiting, ends = {phase: _NUM_ROWS}, [ready]
+        while waiting[phase]:
+            pool = min(self._layout.pools_of(phase), key=lambda each: self._start(phase, each, ready))
+            ends.append(self._help(phase, pool, ready, waiting))
+        return max(ends)
 
     def _written(self) -> float:
         """Return the end of this step's generation, which may be before the step begins."""
@@ -232,6 +305,8 @@ class _Simulation:
         """Simulate a phase that could start at `ready`; it waits for its pools."""
         if phase not in self.seconds:
             return ready
+        if self.is_shared(phase):
+            return self._divide(phase, ready)
         taken, pools = self.seconds[phase] * share, self._layout.pools_of(phase)
         begins = {pool: max(ready, self._free.get(pool, 0.0)) for pool in pools}
         if phase == Phase.GENERATE:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ppojob_api.v1alpha1.engine import Engine
+from ppojob_api.v1alpha1.pools import Role, base_role
 from ppojob_api.v1alpha1.progress import LiveSettings
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -56,7 +57,8 @@ _HOLDER = "_gpu_holder"
 class Groups:
     """The groups of a job: the roles that the algorithm reads, and the user-defined workers.
 
-    shared: the engines in pools that are shared with the rollout, by role.
+    shared: the engines in pools that are shared with the rollout, by role. refs: the reference in each of its pools, by
+    role; empty if the algorithm reads none.
     """
 
     data: DataGroup
@@ -65,7 +67,7 @@ class Groups:
     shared: Mapping[str, RolloutGroup]
     actor: ActorGroup
     critic: CriticGroup | None
-    ref: RefGroup | AdaptersOff | None
+    refs: Mapping[str, RefGroup | AdaptersOff]
     weights: WeightsGroup
     custom: tuple[WorkerGroup[Any], ...]
     hooks: tuple[HookCall, ...]
@@ -77,7 +79,7 @@ class Groups:
             rollout=self.rollout,
             actor=self.actor,
             critic=self.critic,
-            ref=self.ref,
+            refs=self.refs,
             reward=self.reward,
             advantages=self.critic or self.actor,
             weights=self.weights,
@@ -86,9 +88,9 @@ class Groups:
         )
 
     @property
-    def own_ref(self) -> RefGroup | None:
-        """The reference if it has separate processes, else None."""
-        return self.ref if isinstance(self.ref, RefGroup) else None
+    def own_refs(self) -> dict[str, RefGroup]:
+        """The reference in each of its pools, by role, if it has separate processes."""
+        return {role: ref for role, ref in self.refs.items() if isinstance(ref, RefGroup)}
 
     def all(self) -> list[WorkerGroup[Any]]:
         """Return every group's processes."""
@@ -97,7 +99,7 @@ class Groups:
     def others(self) -> list[WorkerGroup[Any]]:
         """Return the processes of all groups but the engines."""
         scores = (self.reward.function, self.reward.model)
-        groups = (self.data, *scores, self.actor, self.critic, self.own_ref)
+        groups = (self.data, *scores, self.actor, self.critic, *self.own_refs.values())
         return [*(group.group for group in groups if group is not None), *self.custom]
 
     def engines(self) -> list[WorkerGroup[Any]]:
@@ -132,12 +134,12 @@ def continuing_roles(spec: PPOJobSpec) -> dict[str, frozenset[str]]:
         placed["data"] = placed["actor"]
     without = {worker.name for worker in spec.workers}
     if spec.model.reference_is_actor:
-        without.add("ref")
+        without.add(Role.REF)
     if spec.reward.function is None:
         without.add("reward")
     own = {role for role, one in {"actor": spec.actor, "critic": spec.critic}.items() if one.engine is not Engine.FSDP}
     if "actor" in own:
-        own.add("ref")
+        own |= {role for role in placed if base_role(role) == Role.REF}
     for role, pool in placed.items():
         if role in without or spec.pool(pool).elastic is not None:
             continue
@@ -173,16 +175,17 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     }
     rollout, shared = rollouts[OWN], {role: one for role, one in rollouts.items() if role != OWN}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
-    ref: RefGroup | AdaptersOff | None = None
-    if "ref" in where:
-        is_actor = spec.model.reference_is_actor
-        ref = AdaptersOff(actor) if is_actor else RefGroup(on_gpus("ref", RefWorker), spec)
+    refs: dict[str, RefGroup | AdaptersOff] = {
+        role: AdaptersOff(actor) if spec.model.reference_is_actor else RefGroup(on_gpus(role, RefWorker), spec)
+        for role in where
+        if base_role(role) == Role.REF
+    }
     custom = tuple(
         user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
     )
     critic = CriticGroup(on_gpus("critic", CriticWorker), spec) if "critic" in where else None
     model_scores = ModelScores(on_gpus("reward_model", RewardModelWorker)) if "reward_model" in where else None
-    models = {"actor": actor, "critic": critic, "ref": ref, "reward_model": model_scores}
+    models = {"actor": actor, "critic": critic, **refs, "reward_model": model_scores}
     neighbours = [
         model.group
         for role, model in models.items()
@@ -195,7 +198,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         shared=shared,
         actor=actor,
         critic=critic,
-        ref=ref,
+        refs=refs,
         weights=WeightsGroup(actor.group, [rollout, *shared.values()], spec, neighbours),
         custom=custom,
         hooks=tuple(hook for user, group in zip(users, custom, strict=True) for hook in user.hooks(group)),
@@ -321,8 +324,7 @@ async def _check(groups: Groups, phases: Phases) -> int:
         checks["reward_model"] = groups.reward.model.group.call(RewardModelWorker.check)
     if groups.critic is not None:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
-    if groups.own_ref is not None:
-        checks["ref"] = groups.own_ref.group.call(RefWorker.check)
+    checks |= {role: ref.group.call(RefWorker.check) for role, ref in groups.own_refs.items()}
     running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
     data = asyncio.create_task(_check_data_and_reward(groups, phases))
     await asyncio.gather(data, *running)
@@ -343,7 +345,7 @@ async def _sizes(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, 
     loading = {
         "actor": (groups.actor, spec.actor.engine),
         "critic": (groups.critic, spec.critic.engine),
-        "ref": (groups.own_ref, spec.actor.engine),
+        **{role: (ref, spec.actor.engine) for role, ref in groups.own_refs.items()},
         "reward_model": (groups.reward.model, Engine.FSDP),
     }
     sized = {
@@ -374,8 +376,7 @@ async def _load_models(
     loads: dict[str, Any] = {"actor": (groups.actor.group, ActorWorker.load, gathered["actor"], total_steps)}
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"], total_steps)
-    if groups.own_ref is not None:
-        loads["ref"] = (groups.own_ref.group, RefWorker.load, gathered["ref"], total_steps)
+    loads |= {role: (ref.group, RefWorker.load, gathered[role], total_steps) for role, ref in groups.own_refs.items()}
     if groups.reward.model is not None:
         loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
     loading = {

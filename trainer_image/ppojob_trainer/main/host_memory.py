@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ppojob_api.v1alpha1.model import TrainedModel
-from ppojob_api.v1alpha1.pools import Pool
+from ppojob_api.v1alpha1.pools import Pool, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
@@ -99,7 +99,7 @@ def _bytes(spec: PPOJobSpec, role: str) -> tuple[int, int]:
     trained: dict[str, TrainedModel] = {"actor": spec.model.actor, "critic": spec.model.critic}
     model = trained.get(role)
     if model is None:
-        return _BFLOAT16 * (role == "ref" and spec.model.ref.offload.parameters), 0
+        return _BFLOAT16 * (base_role(role) == Role.REF and spec.model.ref.offload.parameters), 0
     if model.lora is not None:
         # With LoRA a checkpoint has only the adapters, which are small.
         return _BFLOAT16 * model.offload.parameters, 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ppojob_api.v1alpha1.model import FrozenOffload, ModelSpec, TrainedModel
+from ppojob_api.v1alpha1.pools import Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
@@ -137,7 +138,7 @@ def pool_memory(
 
 
 def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Need]]:
-    """Return what the roles in `sizes` (actor, critic, ref, reward_model) need, by pool."""
+    """Return what the roles in `sizes` (actor, critic, ref or its copies, reward_model) need, by pool."""
     found: dict[str, list[Need]] = {}
     model, batch, pool_of = spec.model, spec.data.train_batch_size, pools_of_roles(spec)
     trained: dict[str, tuple[TrainedModel, ActorSpec | CriticSpec]] = {
@@ -156,7 +157,7 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
             # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
             gradients = 0 if own.lora is not None else _FLOAT32
             need = replace(need, gathered=_gathered(spec, role, size, gpus, gradients))
-        elif role == "ref":
+        elif base_role(role) == Role.REF:
             full = tokens(batch, spec.actor.max_tokens_per_gpu)
             need = _frozen(role, share, model.ref.offload, full * _layer(size))
             need = replace(need, gathered=_gathered(spec, role, size, gpus, 0))
@@ -172,14 +173,14 @@ def gpus_of_a_stage(spec: PPOJobSpec, role: str, gpus: int) -> int:
 
     With HSDP there are several copies of it.
     """
-    dividing = _dividing(spec)
-    of_copy = dividing[role].gpus_of_a_copy(gpus) if role in dividing else gpus
+    dividing, base = _dividing(spec), base_role(role)
+    of_copy = dividing[base].gpus_of_a_copy(gpus) if base in dividing else gpus
     return of_copy // _num_stages(spec, role)
 
 
 def _num_stages(spec: PPOJobSpec, role: str) -> int:
-    dividing = _dividing(spec)
-    return dividing[role].pipeline_parallel_size if role in dividing else 1
+    dividing, base = _dividing(spec), base_role(role)
+    return dividing[base].pipeline_parallel_size if base in dividing else 1
 
 
 def _dividing(spec: PPOJobSpec) -> dict[str, Trained]:
@@ -229,7 +230,7 @@ def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients
     """
     is_summed = gpus // _num_stages(spec, role) > 1
     in_experts = size.in_experts * size.largest_stage / size.num_parameters
-    of_others = in_experts - in_experts / _dividing(spec)[role].expert_parallel_size
+    of_others = in_experts - in_experts / _dividing(spec)[base_role(role)].expert_parallel_size
     return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0))
 
 
@@ -249,7 +250,7 @@ def _trained(role: str, parameters: float, model: TrainedModel, activations: flo
 
 
 def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, bool]:
-    """Return whether actor, critic and ref stay gathered through a step: as the job sets it, else if they fit.
+    """Return whether actor, critic and each ref stay gathered through a step: as the job sets it, else if they fit.
 
     They fit if all roles of the pool fit at their peaks at the same time. A model does not count as fitting if it is
     not in `sizes`, if the sizes of its layers are unknown, or if it is divided by tensor parallelism, which leaves
@@ -258,7 +259,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     """
     divided = {role: _is_uneven(training) for role, training in _dividing(spec).items()}
     asked = requested_gathering(spec.model)
-    found = {role: frees is False for role, frees in asked.items()}
+    roles_of = {role: base for role in (*asked, *pools_of_roles(spec)) if (base := base_role(role)) in asked}
+    found = {role: asked[base] is False for role, base in roles_of.items()}
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         has_rollout = pool in spec.placement.rollout_pools
@@ -268,7 +270,8 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
         taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
         room = gpu_bytes - max(_SPARE * gpu_bytes, processes * _OF_A_PROCESS) - engine - taken
         for need in roles:
-            is_open = asked.get(need.role, True) is None and not divided[need.role]
+            base = base_role(need.role)
+            is_open = asked.get(base, True) is None and not divided[base]
             if is_open and sizes[need.role].layers and need.gathered <= room:
                 found[need.role] = True
                 room -= need.gathered
@@ -309,7 +312,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
                 "rollout.gpuMemoryUtilization"
             )
         # Models that stay gathered use only memory that is left over.
-        gathered = {need.role: need.gathered for need in roles if asked.get(need.role) is False}
+        gathered = {need.role: need.gathered for need in roles if asked.get(base_role(need.role)) is False}
         passes = [(need, need.total + need.activations + gathered.get(need.role, 0.0)) for need in roles]
         filled = pool_memory(spec, pool, passes, gpu_bytes)
         full = filled.most + filled.processes

@@ -240,6 +240,7 @@ class _Attempt:
             is_one_update=is_one_update(spec),
             is_bypassed=spec.algorithm.bypasses_old_log_probs,
             sampling=sampling_of(spec),
+            gpus={pool.name: pool.gpus for pool in spec.pools},
         )
         ppo = PPO(ports, schedule, phases, settings, kl)
         saved = JobCheckpoints(self._store, self._groups, spec, self._found)

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.model import FrozenModel, TrainedModel
+from ppojob_api.v1alpha1.pools import Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
@@ -107,10 +108,12 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
         field, path = ("model.critic.path", own.path) if own.path else ("model.actor.path", actor.path)
         source = ModelSource(path, own.trust_remote_code, has_output_layer=False)
         found.append(find("critic", field, source, own, spec.critic))
-    if "ref" in pools_of_roles(spec) and not model.reference_is_actor:
+    references = [role for role in pools_of_roles(spec) if base_role(role) == Role.REF]
+    if references and not model.reference_is_actor:
         field, path = ("model.ref.path", model.ref.path) if model.ref.path else ("model.actor.path", actor.path)
         trusts = (model.ref if model.ref.path else actor).trust_remote_code
-        found.append(find("ref", field, ModelSource(path, trusts), model.ref, spec.actor))
+        source = ModelSource(path, trusts)
+        found += [find(role, field, source, model.ref, spec.actor) for role in references]
     if "reward_model" in pools_of_roles(spec) and model.reward is not None:
         source = ModelSource(model.reward.path, model.reward.trust_remote_code, has_output_layer=False)
         found.append(find("reward_model", "model.reward.path", source, None, None))
@@ -143,7 +146,7 @@ def _role(
         }
         per_host = spec.pool(pool).gpus_per_node
         check_divisions(config, {f"{section}.{size}": number for size, number in sizes.items()}, per_host)
-        check_context(name, source.path, config, spec.data)
+        check_context(base_role(name), source.path, config, spec.data)
     return PlannedRole(name, pool, config, source, max_tokens, model, training)
 
 
@@ -177,7 +180,7 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
     if role.model is not None:
         options = LoadOptions.of(role.model, torch.bfloat16, stays_gathered=stays_gathered)
     return Work(
-        kind=role.name,
+        kind=base_role(role.name),
         config=role.config,
         options=options,
         dims=role.dims(spec),

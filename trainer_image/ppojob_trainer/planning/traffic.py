@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import PretrainedConfig
 
+from ppojob_api.v1alpha1.pools import Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
@@ -164,7 +165,10 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
         if name == "actor":
             is_own_reference = spec.placement.ref is not None and "ref" not in roles
             num_passes = (not spec.algorithm.bypasses_old_log_probs) + is_own_reference
-        forward = passes.in_batch * num_passes
+        forward: float = passes.in_batch * num_passes
+        if base_role(name) == Role.REF:
+            # Each of several pools computes a share of the batch.
+            forward *= ranks / sum(spec.pool(pool).gpus for pool in spec.placement.ref_pools)
         parts = (
             (of_role.traffic, forward),
             (of_role.update_traffic, updates),

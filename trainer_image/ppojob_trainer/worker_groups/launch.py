@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.actor import ActorHandle
 
+from ppojob_api.v1alpha1.pools import base_role
 from ppojob_api.v1alpha1.telemetry import ProfileSpec
 from ppojob_trainer.worker_groups.errors import CallTimeoutError
 from ppojob_trainer.worker_groups.observation import Observations
@@ -90,7 +91,7 @@ class Launcher:
                 self.timeout_s,
                 attempt=self.attempt,
                 run_folder=self.run_folder,
-                profile=self.profile if self.profile and role in self.profile.roles else None,
+                profile=self.profile if self.profile and base_role(role) in self.profile.roles else None,
             )
             options: dict[str, Any] = {
                 "num_cpus": CPUS_PER_PROCESS,

@@ -11,6 +11,7 @@ import re
 import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
+from ppojob_api.v1alpha1.pools import base_role
 from ppojob_trainer.engines.errors import RolloutMemoryError
 from ppojob_trainer.engines.rollout.failure_log import memory_shortage
 from ppojob_trainer.worker_groups.communication import is_of_communication
@@ -41,8 +42,8 @@ LESS_OF = {
 
 def explain_memory(error: BaseException, role: str, rank: int, method: str) -> WorkerOutOfMemoryError | None:
     """Return the explanation of a call's error, or None if memory was not the cause."""
-    # Engines in a pool that is shared with the rollout have the role rollout_<pool>.
-    setting = LESS_OF.get("rollout" if role.startswith("rollout_") else role)
+    base = base_role(role)
+    setting = LESS_OF.get(base)
     who, lower = f"{role} rank {rank}", f"lower {setting}, or " if setting else ""
     if isinstance(error, NodeOutOfMemoryError):
         # Ray's message is a page long; only the numbers in it matter.
@@ -54,7 +55,7 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
     if of_gpu is not None:
         # Without `lower` the role is user-defined; freeing memory is the only remedy.
         room = _MORE_ROOM_ON_A_GPU if lower else f"lower {_MORE_ROOM_ON_A_GPU}"
-        free = f"set model.{role}.reshardAfterForward: true, " if role in _MAY_STAY_GATHERED else ""
+        free = f"set model.{base}.reshardAfterForward: true, " if base in _MAY_STAY_GATHERED else ""
         return WorkerOutOfMemoryError(f"{who} ran out of memory during {method} ({of_gpu}): {free}{lower}{room}")
     if isinstance(error, RolloutMemoryError):
         said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"

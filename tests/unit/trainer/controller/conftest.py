@@ -67,7 +67,7 @@ def make_run() -> MakeRun:
         **ports: Any,
     ) -> Run:
         export: Exporting = ports.pop("export", Exporting())
-        world = World()
+        world = World(num_rows=ports.pop("num_rows", NUM_ROWS))
         if write_s is not None:
             world.durations["write"] = write_s
         if export.upload_s is not None:
@@ -113,7 +113,7 @@ def stop_at() -> StopAt:
     async def run_until(run: Run, phase: str) -> Outcome:
         begin = run.world.phase
 
-        async def watched(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+        async def watched(what: str, step: int = 0, num_rows: int | None = None) -> None:
             if phase == (f"{what} {step}" if step else what):
                 run.monitor.stopping.set()
             await begin(what, step, num_rows)

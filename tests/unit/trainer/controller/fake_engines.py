@@ -119,7 +119,11 @@ class FakeGenerating:
             assert len(prompts) == len(rows)
             held |= self._begin(rows)
             self._prompts |= dict(zip(rows, prompts.rows, strict=False))
-        first = sorted(held, key=lambda row: held[row].start + held[row].seconds)[:num_rows]
+        ends = {row: writing.start + writing.seconds for row, writing in held.items()}
+        first = sorted(held, key=lambda row: ends[row])[:num_rows]
+        if world.are_lengths_equal and first:
+            # Those that are written at the same time are reported together, as the real ones are.
+            first = [row for row in held if ends[row] <= ends[first[-1]]]
         self._num_exchanges[engine] = self._num_exchanges.get(engine, 0) + 1
         loss = world.losses.get((suffix, engine, self._step))
         if (

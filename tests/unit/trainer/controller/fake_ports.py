@@ -52,7 +52,7 @@ class FakeData:
         if count is None:
             self.position += 1
             self.positions[step] = self.position
-            return FakePrompts(FakeBatch(2, {"step": step, "prompt": self.position}))
+            return FakePrompts(FakeBatch(self.world.num_rows, {"step": step, "prompt": self.position}))
         epoch, place = divmod(self.position, EPOCH_PROMPTS)
         self.counts.setdefault(step, []).append(count)
         prompts = range(self.position, self.position + min(count, EPOCH_PROMPTS - place))
@@ -117,11 +117,13 @@ class FakeCritic:
 
 
 class FakeRef:
-    def __init__(self, world: World) -> None:
-        self.world = world
+    """The reference in a pool; what: `ref`, or `ref_copy` in another one."""
+
+    def __init__(self, world: World, what: str) -> None:
+        self.world, self.what = world, what
 
     async def compute_ref_log_prob(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase("ref", int(batch.columns["step"]), len(batch))
+        await self.world.phase(self.what, int(batch.columns["step"]), len(batch))
         return FakeBatch(len(batch), {"ref": number_of("ref", batch.columns["response"])})
 
 
@@ -136,7 +138,7 @@ class FakeScores:
         return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
 
     def metrics(self, scores: FakeBatch) -> Metrics:
-        return {f"{self.what}/seen": float(len(scores) == NUM_ROWS)}
+        return {f"{self.what}/seen": float(len(scores) == self.world.num_rows)}
 
 
 class FakeReward:
@@ -149,7 +151,7 @@ class FakeReward:
         if self.function is None or self.model is None:
             return batch, {}
         score = batch.columns["of_function"] + batch.columns["of_model"]
-        return batch.union(FakeBatch(2, {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
+        return batch.union(FakeBatch(len(batch), {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
 
     def row_scores(self, batch: FakeBatch) -> list[float | None]:
         """Half of the prompts have different scores, by their numbers; those of the rows are 0 or 1."""
@@ -179,7 +181,9 @@ class FakeHook:
         metrics = {f"{self.worker}/{self.after.value}": float(len(batch.columns))}
         if self.after is HookPoint.STEP:
             return batch, metrics
-        return batch.replaced_by(FakeBatch(2, {self.column: number_of(sorted(batch.columns.items()))})), metrics
+        return batch.replaced_by(
+            FakeBatch(len(batch), {self.column: number_of(sorted(batch.columns.items()))})
+        ), metrics
 
 
 class FakeAdvantages:
@@ -190,7 +194,7 @@ class FakeAdvantages:
         await self.world.phase("advantages", int(batch.columns["step"]))
         read = {name: value for name, value in batch.columns.items() if name != "diff"}
         advantage = number_of("advantage", sorted(read.items()), kl_coefficient, batch.rows)
-        return FakeBatch(2, {"advantage": advantage}), {
+        return FakeBatch(len(batch), {"advantage": advantage}), {
             "critic/score/mean": batch.columns["score"],
             "actor/reward_kl_penalty": 0.5,
         }
@@ -237,17 +241,19 @@ def fake_ports(
     *,
     has_critic: bool = True,
     has_ref: bool = True,
+    ref_copies: Sequence[str] = (),
     reward: str = "Function",
     hooks: Sequence[HookPoint] = (),
     shared: Sequence[str] = (),
 ) -> Ports[FakeBatch]:
-    """Return all ports of a world."""
+    """Return all ports of a world. ref_copies: roles of the reference in further pools."""
+    copies = {role: FakeRef(world, "ref_copy") for role in ref_copies}
     return Ports(
         data=FakeData(world),
         rollout=FakeRollouts(world),
         actor=FakeActor(world),
         critic=FakeCritic(world) if has_critic else None,
-        ref=FakeRef(world) if has_ref else None,
+        refs={"ref": FakeRef(world, "ref"), **copies} if has_ref else {},
         reward=FakeReward(world, reward),
         advantages=FakeAdvantages(world),
         weights=FakeWeights(world),

@@ -23,6 +23,7 @@ DURATIONS = {
     "old_log_prob": 3.0,
     "values": 2.0,
     "ref": 1.0,
+    "ref_copy": 1.0,
     "reward": 2.5,
     "reward_model": 1.5,
     "hook_Generate": 0.5,
@@ -36,7 +37,7 @@ DURATIONS = {
     "export": 1.0,
 }
 NUM_ROWS = 2
-"""Rows of every whole batch."""
+"""Rows of every whole batch, unless a test sets others (`World.num_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class World:
     """Step and prompts of each update of the actor; 0: the prompts of dynamic sampling, which `rows` names."""
     actors: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     """The actor's weights after each step."""
+    num_rows: int = NUM_ROWS
     engines_sleep: bool = False
     are_lengths_equal: bool = False
     """Whether all rows that an engine gets at once are written at the same time."""
@@ -120,11 +122,12 @@ class World:
     written: list[tuple[str, int, int, Sequence[int]]] = field(default_factory=list)
     """What the engines reported: suffix of the pool, number, step, rows."""
 
-    async def phase(self, what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+    async def phase(self, what: str, step: int = 0, num_rows: int | None = None) -> None:
         """Take a phase's time, for a part of the rows its share."""
         name = f"{what} {step}" if step else what
         self.events.append((self.time.now, name, "start"))
-        await self.generating(self.time.now, self.durations[what] * num_rows / NUM_ROWS, pauses="generate" in what)
+        seconds = self.durations[what] * (1.0 if num_rows is None else num_rows / self.num_rows)
+        await self.generating(self.time.now, seconds, pauses="generate" in what)
         for failing in (what, name):
             if failing in self.failing:
                 raise self.failing[failing]

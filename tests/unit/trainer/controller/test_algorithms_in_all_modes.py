@@ -98,7 +98,7 @@ async def test_all_modes_give_the_same_numbers(make_run: MakeRun, raw: dict[str,
     for mode in MODES:
         run = make_run(mode, steps=3, has_critic=algorithm.needs_critic)
         actor, advantages = ComputingActor(run.world, algorithm), ComputingAdvantages(run.world, algorithm)
-        run.ppo._ports = replace(run.ppo._ports, actor=actor, advantages=advantages)
+        run.ppo._ports = run.ppo._plan._ports = replace(run.ppo._ports, actor=actor, advantages=advantages)
         await run()
         metrics = [
             {name: value for name, value in record.items() if name.startswith(("actor/", "critic/"))}

@@ -4,7 +4,6 @@ import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
 from tests.unit.trainer.controller.conftest import MakeRun
-from tests.unit.trainer.controller.fake_world import NUM_ROWS
 
 MODES = [ScheduleMode.SERIAL, ScheduleMode.PARALLEL_UPDATE, ScheduleMode.OVERLAPPED]
 
@@ -67,7 +66,7 @@ async def test_a_stop_waits_for_it_too(make_run: MakeRun) -> None:
     run = make_run(ScheduleMode.SERIAL, steps=5, save_every=1, write_s=500.0)
     begin = run.world.phase
 
-    async def stopping(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+    async def stopping(what: str, step: int = 0, num_rows: int | None = None) -> None:
         if (what, step) == ("generate", 2):
             run.monitor.stopping.set()
         await begin(what, step, num_rows)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ppojob_api.v1alpha1.training import ScheduleMode
-from ppojob_trainer.controller.forward import ForwardPhase, StreamedPhases, at_once
+from ppojob_trainer.controller.forward import ChainPhases, ForwardPhase, StreamedPhases, at_once
 from ppojob_trainer.controller.generation import Generation, Listener
 from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.schedule import schedule_of
@@ -194,7 +194,7 @@ async def test_rows_that_were_lost_are_computed_again_whether_they_waited_or_wer
             await done.wait()
             return FakeBatch(len(batch), {name: 1.0}, batch.rows)
 
-        return ForwardPhase(name, compute, lambda _: {}, ready.wait)
+        return ForwardPhase(compute, lambda _: {}, ready.wait)
 
     opened = gates["done"]
     opened.set()
@@ -203,7 +203,9 @@ async def test_rows_that_were_lost_are_computed_again_whether_they_waited_or_wer
         "inside": phase("inside", opened, gates["inside"]),
         "waits": phase("waits", gates["waits"], opened),
     }
-    streamed = StreamedPhases(phases, [[name] for name in phases])
+    streamed = StreamedPhases(phases, 3)
+    for name in phases:
+        streamed.follow(ChainPhases([name]))
     first, again = (1, 0), (1, 1)
     streamed.add([0, 1], FakeBatch(2, {}, ((0, 0), first)))
     for _ in range(10):
@@ -230,8 +232,8 @@ async def test_rows_that_wait_are_read_from_the_kept_batch() -> None:
         await opened.wait()
         return FakeBatch(len(batch), {"score": 1.0}, batch.rows)
 
-    phases = {"score": ForwardPhase("score", compute, lambda _: {}, at_once)}
-    streamed = StreamedPhases(phases, [["score"]])
+    streamed = StreamedPhases({"score": ForwardPhase(compute, lambda _: {}, at_once)}, 2)
+    streamed.follow(ChainPhases(["score"]))
     streamed.add([1], FakeBatch(1, {"from": 0.0}, ((1, 0),)))
     for _ in range(10):
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.workers import HookPoint
 from ppojob_trainer.controller.schedule import Schedule, schedule_of
 from ppojob_trainer.controller.storage_ports import Restored
 from tests.unit.trainer.controller.conftest import MakeRun, Run, StopAt
-from tests.unit.trainer.controller.fake_world import DURATIONS, NUM_ROWS, FakeBatch
+from tests.unit.trainer.controller.fake_world import DURATIONS, FakeBatch
 from tests.unit.trainer.controller.test_pools_take_turns import TIMES
 
 POOLS = {"data": "a", "actor": "a", "rollout": "r", "ref": "a", "critic": "c", "reward": "c"}
@@ -161,7 +161,7 @@ async def test_validation_is_that_of_the_weights_of_its_step(make_run: MakeRun, 
     validated: list[float] = []
     begin = stale.world.phase
 
-    async def watched(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+    async def watched(what: str, step: int = 0, num_rows: int | None = None) -> None:
         if what == "validate":
             validated.append(stale.world.rollout)
         await begin(what, step, num_rows)
@@ -310,7 +310,7 @@ async def test_a_longer_run_generates_the_steps_that_were_not_known_before(make_
     run = make_run(off(3), steps=4, pool_of=POOLS)
     begin = run.world.phase
 
-    async def watched(what: str, step: int = 0, num_rows: int = NUM_ROWS) -> None:
+    async def watched(what: str, step: int = 0, num_rows: int | None = None) -> None:
         if (what, step) == ("update_actor", 4):
             run.monitor.settings = run.monitor.settings.model_copy(update={"total_steps": 9})
         await begin(what, step, num_rows)

@@ -31,6 +31,7 @@ ROLE_OF = {
     "advantages": "critic",
     "update_critic": "critic",
     "ref": "ref",
+    "ref_copy": "ref_copy",
     "reward_model": "reward_model",
     "judge": "reward_model",
     "hook_Score": "shaper",

@@ -12,7 +12,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.controller.recommendation import Recommendation, recommend
 
-SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": "critic", "reward": "critic"}
+SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
 ONE_POOL = {"actor": "actor"}
 # Generation and the actor's phases take nearly all of the step, and the critic's GPUs wait.
 QUIET_CRITIC = {
@@ -128,7 +128,7 @@ def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores
 )
 def test_only_sizes_that_the_rules_allow_are_offered(sections: dict[str, Any], sizes: dict[str, list[int]]) -> None:
     # The reference is divided as the actor is, so it goes there.
-    spec = spec_of({"actor": (1, 4), "critic": (1, 4)}, {**SPLIT, "ref": "actor"}, **sections)
+    spec = spec_of({"actor": (1, 4), "critic": (1, 4)}, {**SPLIT, "ref": ["actor"]}, **sections)
 
     offered = {"fewer": fewer(spec), "more": more(spec), "moved": moved(spec)}
 
@@ -170,7 +170,7 @@ def test_a_pool_is_shared_to_the_rollout_only_where_an_engine_has_room(
 ) -> None:
     memory = {"pool/critic/memory_peak_gb": peak_gb, "pool/critic/memory_total_gb": 80.0}
     actor = 4 if "rollout" in sections else 2
-    spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": "actor"}, **sections)
+    spec = spec_of({"actor": (1, actor), "critic": (1, 2)}, {**SPLIT, "ref": ["actor"]}, **sections)
 
     assert (SHARED in found(spec, steps_of(QUIET_CRITIC, **memory)).text) == is_offered
 
@@ -193,6 +193,39 @@ def test_a_pool_that_is_shared_is_not_offered_again() -> None:
     spec = spec_of({"actor": (1, 2), "critic": (1, 2)}, {**SPLIT, "rollout": ["actor", "critic"]})
 
     assert "sharing" not in found(spec, steps_of(QUIET_CRITIC)).text
+
+
+# The critic's pool has values and reference, and the actor's waits.
+LONG_REFERENCE = {**EVEN, "values": 2.0, "ref": 4.0}
+COPY = "a copy of the reference in pool actor (placement.ref) would save 11% step time"
+
+
+@pytest.mark.parametrize(
+    ("sections", "placement", "peak_gb", "is_offered"),
+    [
+        ({}, SPLIT, 60.0, True),
+        # The reference allocates 10 GB on each of two GPUs, so 20 on one.
+        ({}, SPLIT, 61.0, False),
+        ({}, {**SPLIT, "ref": ["actor", "critic"]}, 10.0, False),
+        (
+            {"model": {"actor": {"path": "/m", "lora": {"rank": 8}}}},
+            {"actor": "actor", "critic": "critic"},
+            10.0,
+            False,
+        ),
+    ],
+)
+def test_a_copy_of_the_reference_is_offered_where_it_has_room(
+    sections: dict[str, Any], placement: dict[str, Any], peak_gb: float, is_offered: bool
+) -> None:
+    memory = {"pool/actor/memory_peak_gb": peak_gb, "pool/actor/memory_total_gb": 80.0}
+    memory |= {"perf/max_memory_allocated_gb/ref": 10.0}
+    spec = spec_of({"actor": (1, 1), "critic": (1, 2)}, placement, **sections)
+
+    text = found(spec, steps_of(LONG_REFERENCE, **memory)).text
+
+    assert ("a copy of the reference" in text) is is_offered
+    assert (COPY in text) is is_offered
 
 
 @pytest.mark.parametrize(("number", "is_known"), [(0, False), (2, False), (3, True), (40, True)])

@@ -116,7 +116,7 @@ def made(story: Story, shared: Sequence[str]) -> Groups:
         shared={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in shared},
         actor=story.role("actor"),
         critic=story.role("critic"),
-        ref=None,
+        refs={},
         weights=cast("Any", SimpleNamespace(connect=connect)),
         custom=(),
         hooks=(),
@@ -286,3 +286,25 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     assert [rollout.pool for rollout in rollouts] == ["a", *shared]
     assert list(launched.shared) == [f"rollout_{pool}" for pool in shared]
     assert {group.role for group in beside} == neighbours
+
+
+def test_a_reference_in_several_pools_has_processes_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
+    pools = {name: PlacedPool(name, cast("Any", None), (Bundle(0, "node"),), 0.5) for name in ("a", "c")}
+    placed: dict[str, str] = {}
+
+    def start(role: str, make: object, pool: PlacedPool, *_: object, **__: object) -> Any:
+        placed[role] = pool.name
+        return _Launched(role)
+
+    spec = spec_of("CUDA", [])
+    spec = spec.model_copy(update={"placement": spec.placement.model_copy(update={"ref": ["a", "c"]})})
+
+    launched = groups.launch(spec, pools, cast("Any", SimpleNamespace(start=start)))
+
+    assert {role: placed[role] for role in launched.refs} == {"ref": "a", "ref_c": "c"}
+    assert launched.ports().refs == launched.refs
+    assert {group.role for group in launched.others()} >= {"ref", "ref_c"}
+    _, _, _, beside = given
+    assert {group.role for group in beside} == {"actor", "ref"}, "the copy is in a pool without engines"

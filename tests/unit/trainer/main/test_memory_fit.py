@@ -131,7 +131,7 @@ def test_a_critic_that_is_too_large_is_refused_with_the_numbers() -> None:
 
 def in_one_pool(**model: Any) -> PPOJobSpec:
     spec = spec_of(rollout={"gpuMemoryUtilization": 0.2}, **model)
-    placed = spec.placement.model_copy(update={"critic": "a", "ref": "a"})
+    placed = spec.placement.model_copy(update={"critic": "a", "ref": ["a"]})
     return spec.model_copy(update={"placement": placed})
 
 
@@ -191,13 +191,27 @@ def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> No
 def test_an_engine_beside_models_that_do_not_train_is_counted_while_they_compute() -> None:
     # The reference's 30 GB lie in the host's memory between its phases; the engine of 56 GB stays awake beside them.
     spec = spec_of(1, rollout={"gpuMemoryUtilization": 0.7})
-    placed = spec.placement.model_copy(update={"critic": "a", "ref": "c", "rollout": ["a", "c"]})
+    placed = spec.placement.model_copy(update={"critic": "a", "ref": ["c"], "rollout": ["a", "c"]})
     ref = spec.model.ref.model_copy(update={"offload": FrozenOffload(parameters=True)})
     shared = spec.model_copy(update={"placement": placed, "model": spec.model.model_copy(update={"ref": ref})})
     assert shared.rollout.sleep
 
     with pytest.raises(ModelMismatchError, match=r"pool c cannot .* at least 86\.0 GB are needed at the same time"):
         check_memory(shared, {"ref": ModelSize(15 * GB, 80 * GB)})
+
+
+def test_each_pool_of_the_reference_counts_its_copy() -> None:
+    spec = spec_of()
+    both = spec.model_copy(update={"placement": spec.placement.model_copy(update={"ref": ["a", "c"]})})
+    small = ModelSize(GB, 80 * GB, layers=1, hidden=1, intermediate=1)
+
+    found = needs(both, {"actor": small, "critic": small, "ref": small, "ref_c": small})
+
+    weights = {(pool, need.role): need.weights / GB for pool, roles in found.items() for need in roles}
+    # Pool a has two GPUs, pool c one.
+    assert weights == {("a", "actor"): 2, ("c", "critic"): 4, ("a", "ref"): 1, ("c", "ref_c"): 2}
+    assert stay_gathered(both, {"ref_c": thin(80)["ref"]})["ref_c"]
+    assert stay_gathered(both, {}) == {"actor": False, "critic": False, "ref": False, "ref_c": False}
 
 
 # 1 B parameters, with next to no activations: on two GPUs a trained one has 8 GB each, and stays gathered in 6 more.
@@ -236,7 +250,7 @@ def test_an_engine_that_is_awake_takes_the_room_of_what_would_stay_gathered() ->
 
 def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
     spec = spec_of()
-    together = spec.model_copy(update={"placement": spec.placement.model_copy(update={"critic": "a", "ref": "a"})})
+    together = spec.model_copy(update={"placement": spec.placement.model_copy(update={"critic": "a", "ref": ["a"]})})
     # 8, 8 and 1 GB and 9 for CUDA; then 6 more for the actor, 6 for the critic, 2 for the reference.
     found = [sum(stay_gathered(together, thin(size)).values()) for size in (27.9, 28.1, 32.1, 34.1, 38.1, 40.1)]
     assert found == [0, 1, 1, 2, 2, 3]
@@ -246,7 +260,7 @@ def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:
 def test_a_model_in_parts_of_layers_stages_or_experts_does_not_stay_gathered_by_default(size: str) -> None:
     spec = spec_of()
     actor = spec.actor.model_copy(update={size: 2})
-    placement = spec.placement.model_copy(update={"ref": "a"})
+    placement = spec.placement.model_copy(update={"ref": ["a"]})
     divided = spec.model_copy(update={"actor": actor, "placement": placement})
     assert stay_gathered(divided, thin(80)) == {"actor": False, "critic": True, "ref": False}
 

@@ -68,8 +68,15 @@ def test_roles_that_share_a_gpu_have_equal_parts_that_fit() -> None:
 def test_a_reference_that_is_the_actor_takes_no_separate_part() -> None:
     spec = spec_of(model={"actor": {"path": "/m", "lora": {"rank": 8}}})
 
-    assert spec.placement.ref == "big"
+    assert spec.placement.ref == ["big"]
     assert gpu_fraction(spec, "big") == 0.5, "actor and rollout"
+
+
+def test_a_reference_in_several_pools_takes_a_part_of_the_gpus_of_each() -> None:
+    spec = spec_of(placement={"actor": "big", "critic": "small", "ref": ["big", "small"]})
+
+    assert gpu_fraction(spec, "big") == 0.333, "actor, rollout and reference"
+    assert gpu_fraction(spec, "small") == 0.5, "critic and reference"
 
 
 def placed(*nodes: str) -> PlacedPool:

@@ -181,7 +181,7 @@ def test_another_spec_or_job_has_other_names() -> None:
 
 def test_roles_that_can_continue() -> None:
     pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 2}]
-    placement = {"actor": "a", "critic": "c", "ref": "c", "reward": "c"}
+    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": "c"}
     workers = [
         {
             "name": "judge",
@@ -196,11 +196,17 @@ def test_roles_that_can_continue() -> None:
     of_c = {"critic", "ref", "reward"}
     assert continuing_roles(spec_of(**common)) == {"a": {"data", "actor", "rollout"}, "c": of_c}
     assert continuing_roles(spec_of(**common, workers=workers))["c"] == of_c
+    in_both = {**common, "placement": {**placement, "ref": ["c", "a"]}}
+    assert continuing_roles(spec_of(**in_both)) == {
+        "a": {"data", "actor", "rollout", "ref"},
+        "c": {"critic", "ref_c", "reward"},
+    }
     divided = {"tensorParallelSize": 2}
     assert continuing_roles(spec_of(**common, rollout=divided))["a"] >= {"rollout", "rollout_gpu_holder"}
     own = {"engine": "Class", "engineClass": {"module": "m", "className": "Engine"}, "miniBatchSize": 8}
     assert continuing_roles(spec_of(**common, critic=own)).keys() == {"a"}
     assert continuing_roles(spec_of(**common, actor=own)) == {}, "the actor's engine computes the reference"
+    assert continuing_roles(spec_of(**in_both, actor=own)) == {}, "in each of its pools"
     elastic = [*pools, {"name": "e", "gpusPerNode": 2, "elastic": {"minNodes": 0, "maxNodes": 2}}]
     with_elastic = {"pools": elastic, "placement": {**placement, "rollout": ["a", "e"]}}
     assert continuing_roles(spec_of(**with_elastic)).keys() == {"a", "c"}

@@ -221,7 +221,7 @@ def pools(draft: Draft) -> None:
             raise NotConvertibleError("a split needs two GPUs or more")
         sizes = {"actor": half, "critic": half}
         draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
-        draft.values |= {"placement.rollout": ["actor"], "placement.ref": "actor"}
+        draft.values |= {"placement.rollout": ["actor"], "placement.ref": ["actor"]}
         if nodes > 1 and nodes % 2:
             draft.unconverted.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one idle"))
     for role, (sections, is_asked) in _POOLS_OF_ROLES.items():

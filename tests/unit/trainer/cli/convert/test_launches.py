@@ -32,7 +32,7 @@ class TestPools:
         assert placement == {
             "actor": "actor",
             "rollout": ["actor"],
-            "ref": "actor",
+            "ref": ["actor"],
             "critic": "critic",
             "reward": "critic",
         }
