@@ -92,9 +92,9 @@ class ForwardPlan(Generic[B]):
                 shared.setdefault(chain, {})[name] = role
         return {chain: ChainPhases(own.get(chain, []), shared.get(chain, {})) for chain in (own | shared)}
 
-    def _gpus_of(self, role: str) -> int:
-        return self._gpus.get(self._pool_of.get(role, ""), 1)
-
     def is_streamed(self, chain: str) -> bool:
         """Return whether a chain's phases may start on finished responses."""
         return is_streamed(chain, self._schedule, self._pool_of, self._writing)
+
+    def _gpus_of(self, role: str) -> int:
+        return self._gpus.get(self._pool_of.get(role, ""), 1)

@@ -115,6 +115,7 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
     ("role", "settings"),
     [
         ("critic", "lower critic.maxTokensPerGPU, or"),
+        ("ref_critic", "lower actor.maxTokensPerGPU, which is ref's too, or"),
         ("rollout", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
         ("rollout_critic", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
         ("reward", "lower reward.function.numWorkers, or"),
