@@ -333,6 +333,8 @@ class Loop:
                 error.is_in_status = True
             raise
         if await self._write(job, plan):
+            for name in plan.delete_secrets:
+                await self._cluster.delete_secret(job.key.namespace, name)
             for name in plan.delete_clusters:
                 await self._cluster.delete_cluster(job.key.namespace, name)
             if plan.delete_fetch_job:

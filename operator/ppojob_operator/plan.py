@@ -337,6 +337,8 @@ class Plan:
     submission: Submission | None = None
     status: Mapping[str, Any] | None = None
     """The complete operator's part of the status. None: unchanged."""
+    delete_secrets: tuple[str, ...] = ()
+    """Secrets of RayClusters that are deleted, by this plan or by another client."""
     delete_clusters: tuple[str, ...] = ()
     """RayClusters to delete."""
     delete_fetch_job: bool = False

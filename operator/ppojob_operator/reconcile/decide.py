@@ -60,7 +60,8 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     plan = make(a, event)
     if event not in (Event.DELETED, Event.EXPIRED):
         plan = usage.counted(plan, job, observed, now)
-    return replace(plan, state=a.state, event=event, next_state=row[event])
+    unused = objects.unused_secrets(job, plan)
+    return replace(plan, delete_secrets=unused, state=a.state, event=event, next_state=row[event])
 
 
 def _missing_observation(a: Assessment) -> Plan | None:
