@@ -179,6 +179,8 @@ class ProgressReply(ApiModel):
 
     command: Command = Command.NONE
     """What the operator requests of the trainer."""
+    is_deleted: bool | None = None
+    """The PPOJob is being deleted, so a trainer whose pods are deleted needs no checkpoint. Absent: it is not."""
     checkpoint_request: Annotated[str, Field(max_length=constants.MAX_REQUEST_LENGTH)] | None = None
     """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None

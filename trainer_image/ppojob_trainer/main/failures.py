@@ -25,6 +25,7 @@ from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.exports import UploadCredentialsError, UploadRefusedError
 from ppojob_trainer.main.connection import RayNotStartedError
+from ppojob_trainer.main.monitor import JobDeletedError
 from ppojob_trainer.rewards import RewardError, RewardFunctionError, RewardImportError, RewardRefusedError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.communication import is_of_communication
@@ -94,6 +95,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (UploadCredentialsError, Reason.UPLOAD_REFUSED, FailureKind.USER),
     (UploadRefusedError, Reason.UPLOAD_REFUSED, FailureKind.PERMANENT),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
+    (JobDeletedError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
     (TrackerMissingError, Reason.TRAINER_FAILED, FailureKind.PERMANENT),
     (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),
     (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),

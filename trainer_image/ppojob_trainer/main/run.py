@@ -40,7 +40,7 @@ from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
 from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.main.groups import Groups, continuing_roles, launch, make_ready
-from ppojob_trainer.main.monitor import Monitor
+from ppojob_trainer.main.monitor import JobDeletedError, Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
 from ppojob_trainer.worker_groups.connections import between_pools, connection_metrics, report
@@ -155,6 +155,9 @@ class _Attempt:
             return outcome
         except FencedOutError:
             is_superseded = True
+            raise
+        except JobDeletedError:
+            self._has_successor = False
             raise
         except WorkerGroupError as error:
             groups = self._groups
