@@ -216,6 +216,8 @@ class FailureRecord(ApiModel):
     """Exit code of the trainer."""
     address: Annotated[str, Field(max_length=64)] | None = None
     """IP address of the pod whose GPU has failed. Absent: another failure."""
+    role: Annotated[str, Field(max_length=63)] | None = None
+    """Role of the process that failed, or name of a worker in `spec.workers`. Absent: none, or unknown."""
     only_processes: bool = False
     """Processes were lost, and all pods of the fixed pools were still connected to Ray. False: also if not known."""
 

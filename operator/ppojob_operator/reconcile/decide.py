@@ -370,6 +370,7 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
         reason=failure.reason,
         message=failure.message[:4096],
         exit_code=failure.exit_code,
+        role=failure.role,
         log_tail=attempts.shorten_log(situation.observed.log_tail),
         layout_digest=digest_of(layout_of(situation.spec)),
         time=format_time(situation.now),

@@ -152,10 +152,11 @@ class World:
         exit_code: int = 1,
         *,
         only_processes: bool = False,
+        role: str | None = None,
     ) -> "World":
         """Let the trainer end with a named failure. only_processes: it lost some, and its pods are fine."""
         record = FailureRecord(
-            reason=reason, message=message, kind=kind, exit_code=exit_code, only_processes=only_processes
+            reason=reason, message=message, kind=kind, exit_code=exit_code, only_processes=only_processes, role=role
         )
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
