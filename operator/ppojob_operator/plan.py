@@ -49,6 +49,8 @@ class Job:
     """Value of the annotation that requests an operator. None: no annotation."""
     retry_request: str = ""
     """Value of the annotation that requests another run of a job that has ended. Empty: no annotation."""
+    adopted_uid: str | None = None
+    """Value of the annotation that adopts the checkpoints of an earlier run. None: no annotation."""
     queue_label: str | None = None
     """Value of the label that names a queue of Kueue, as it is now. None: no label."""
     template_ref: TemplateRef | None = None

@@ -87,7 +87,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event, has_successor:
         check_installed(job.spec.telemetry.trackers)
         store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
         resume_from = job.spec.checkpoint.resume_from
-        store.claim(adopts=resume_from is not None)
+        store.claim(adopts=resume_from is not None, adopted_uid=job.adopted_uid)
         # Before anything starts, so that a broken checkpoint costs no GPU time.
         found = store.resume_point(job.resume, resume_from)
         check_target(job)
