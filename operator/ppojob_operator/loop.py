@@ -26,7 +26,7 @@ from typing import Any
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
 from ppojob_operator.adoption import Adopter, own_identity
-from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable
+from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable, NamespaceTerminatingError
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.job_events import JobEvents
@@ -180,6 +180,11 @@ class Loop:
             async with asyncio.timeout(self._settings.pass_timeout):
                 outcome = await self.reconcile(key)
             self._num_errors.pop(key, None)
+        except NamespaceTerminatingError as error:
+            outcome = (
+                "left"  # The job is deleted with the namespace. Until then, the watches and the resync enqueue it.
+            )
+            logger.info("%s: nothing is created for it any more: %s", key, error)
         except DashboardError as error:
             self._retry_later(key, str(error))
         except (ApiError, TimeoutError) as error:
@@ -325,6 +330,8 @@ class Loop:
     async def _execute(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
             await self._apply(job, observed, plan)
+        except NamespaceTerminatingError:
+            raise
         except (*_REFUSALS, DashboardError) as error:
             # The status shows the error too, because the user may be able to fix it.
             failed = decide(job, replace(observed, last_error=str(error)), self._clock())
