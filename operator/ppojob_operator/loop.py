@@ -376,7 +376,7 @@ class Loop:
             if not await self._cluster.write_status(job, plan.status):
                 self._queue.add(job.key)
                 return False
-            logger.info("%s: %s", job.key, _summary(plan))
+            logger.info("%s: %s", job.key, plan.summary)
             self._count_retries(job, plan.status)
         self._notifier.send(job, plan)
         await self._events.write(job, plan.events)
@@ -392,11 +392,3 @@ class Loop:
         ):
             if count > 0:
                 self._hooks.count_retries(cause, count)
-
-
-def _summary(plan: Plan) -> str:
-    """Return one line for the log: transition, attempt, ready GPUs and the Events of the plan."""
-    status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    change = f"{plan.state} --{plan.event or 'NotReconciled'}--> {plan.next_state}"
-    summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
-    return summary.rstrip()

@@ -360,3 +360,11 @@ class Plan:
     """State of the job when the status is written."""
     requeue_after: float | None = None
     """Seconds until the next reconcile, if no watch triggers it earlier. None: none is scheduled."""
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: transition, attempt, ready GPUs and the Events."""
+        status, events = self.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in self.events)
+        change = f"{self.state} --{self.event or 'NotReconciled'}--> {self.next_state}"
+        summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
+        return summary.rstrip()
