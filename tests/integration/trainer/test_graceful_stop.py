@@ -159,7 +159,8 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
     stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
     assert 1 <= stopped_at < STEPS
-    assert not list(root.glob("terminating-*"))
+    left = [path.name for path in root.glob("terminating-*")]
+    assert left == ["terminating-tiny-1a2b3.ended"], "the hook removes request and answer; that the run ended stays"
 
 
 def test_the_pods_of_a_deleted_job_are_released_without_a_checkpoint(model: Path, tmp_path: Path) -> None:
