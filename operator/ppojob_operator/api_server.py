@@ -27,6 +27,8 @@ TEMPLATES = {
 _MAX_RACES = 5
 _MAX_WORDS = 2000
 _COME_AGAIN = (429, 503, 504)
+_NAMESPACE_TERMINATING = "NamespaceTerminating"
+"""Cause in the API server's answer."""
 
 RawObject = Mapping[str, Any]
 """An object of the API server as decoded JSON."""
@@ -56,6 +58,10 @@ class ApiRefused(ApiError):
     """The request was rejected: it, or the operator's permissions, must change."""
 
 
+class NamespaceTerminatingError(ApiRefused):
+    """Nothing can be created in the namespace any more, because it is being deleted with everything in it."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A response, other than a request to retry."""
@@ -76,10 +82,17 @@ class Answer:
 
         Raises:
             ApiRefused: it has another status.
+            NamespaceTerminatingError: because the namespace is being deleted.
         """
-        if self.status not in statuses or not isinstance(self.body, dict):
-            raise ApiRefused(self.message)
-        return self.body
+        if self.status in statuses and isinstance(self.body, dict):
+            return self.body
+        raise NamespaceTerminatingError(self.message) if self._is_of_terminating_namespace else ApiRefused(self.message)
+
+    @property
+    def _is_of_terminating_namespace(self) -> bool:
+        details = self.body.get("details") if isinstance(self.body, Mapping) else None
+        causes = (details or {}).get("causes") or ()
+        return any(cause.get("reason") == _NAMESPACE_TERMINATING for cause in causes)
 
 
 class ApiServer:

@@ -4,6 +4,7 @@ The loop uses no other way to the API server. Every read is consistent, by name 
 decision is based on an outdated index. This module has no policy and no log.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
@@ -185,6 +186,14 @@ class Cluster:
     async def delete_cluster(self, namespace: str, name: str) -> None:
         """Delete a RayCluster with its pods; no error if it does not exist."""
         await self._delete(_CLUSTERS, namespace, name, {})
+
+    async def delete_secret(self, namespace: str, name: str) -> None:
+        """Delete the Secret of a RayCluster; no error if it does not exist, or if the operator may not delete Secrets.
+
+        Without the chart's admission policy, it may not. The Secret is then deleted with its PPOJob.
+        """
+        with contextlib.suppress(ApiRefused):
+            await self._delete(_COLLECTIONS["Secret"], namespace, name, {})
 
     async def delete_fetch_job(self, key: JobKey) -> None:
         """Delete the Job that fetches models and data, with its pods; it is no error if it is gone."""

@@ -26,7 +26,7 @@ from typing import Any
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator import logs
 from ppojob_operator.adoption import Adopter, own_identity
-from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable
+from ppojob_operator.api_server import ApiError, ApiFailed, ApiRefused, ApiUnavailable, NamespaceTerminatingError
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.dashboard import Address, Dashboard, DashboardError
 from ppojob_operator.job_events import JobEvents
@@ -182,6 +182,11 @@ class Loop:
             async with asyncio.timeout(self._settings.pass_timeout):
                 outcome = await self.reconcile(key)
             self._num_errors.pop(key, None)
+        except NamespaceTerminatingError as error:
+            outcome = (
+                "left"  # The job is deleted with the namespace. Until then, the watches and the resync enqueue it.
+            )
+            logger.info("%s: nothing is created for it any more: %s", key, error)
         except DashboardError as error:
             self._retry_later(key, str(error))
         except (ApiError, TimeoutError) as error:
@@ -327,6 +332,8 @@ class Loop:
     async def _execute(self, job: Job, observed: Observed, plan: Plan) -> None:
         try:
             await self._apply(job, observed, plan)
+        except NamespaceTerminatingError:
+            raise
         except (*_REFUSALS, DashboardError) as error:
             # The status shows the error too, because the user may be able to fix it.
             failed = decide(job, replace(observed, last_error=str(error)), self._clock())
@@ -335,6 +342,8 @@ class Loop:
                 error.is_in_status = True
             raise
         if await self._write(job, plan):
+            for name in plan.delete_secrets:
+                await self._cluster.delete_secret(job.key.namespace, name)
             for name in plan.delete_clusters:
                 await self._cluster.delete_cluster(job.key.namespace, name)
             if plan.delete_fetch_job:
@@ -369,7 +378,7 @@ class Loop:
             if not await self._cluster.write_status(job, plan.status):
                 self._queue.add(job.key)
                 return False
-            logger.info("%s: %s", job.key, _summary(plan))
+            logger.info("%s: %s", job.key, plan.summary)
             self._count_retries(job, plan.status)
         self._notifier.send(job, plan)
         await self._events.write(job, plan.events)
@@ -385,11 +394,3 @@ class Loop:
         ):
             if count > 0:
                 self._hooks.count_retries(cause, count)
-
-
-def _summary(plan: Plan) -> str:
-    """Return one line for the log: transition, attempt, ready GPUs and the Events of the plan."""
-    status, events = plan.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in plan.events)
-    change = f"{plan.state} --{plan.event or 'NotReconciled'}--> {plan.next_state}"
-    summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
-    return summary.rstrip()

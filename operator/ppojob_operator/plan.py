@@ -49,6 +49,8 @@ class Job:
     """Value of the annotation that requests an operator. None: no annotation."""
     retry_request: str = ""
     """Value of the annotation that requests another run of a job that has ended. Empty: no annotation."""
+    adopted_uid: str | None = None
+    """Value of the annotation that adopts the checkpoints of an earlier run. None: no annotation."""
     queue_label: str | None = None
     """Value of the label that names a queue of Kueue, as it is now. None: no label."""
     template_ref: TemplateRef | None = None
@@ -337,6 +339,8 @@ class Plan:
     submission: Submission | None = None
     status: Mapping[str, Any] | None = None
     """The complete operator's part of the status. None: unchanged."""
+    delete_secrets: tuple[str, ...] = ()
+    """Secrets of RayClusters that are deleted, by this plan or by another client."""
     delete_clusters: tuple[str, ...] = ()
     """RayClusters to delete."""
     delete_fetch_job: bool = False
@@ -356,3 +360,11 @@ class Plan:
     """State of the job when the status is written."""
     requeue_after: float | None = None
     """Seconds until the next reconcile, if no watch triggers it earlier. None: none is scheduled."""
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: transition, attempt, ready GPUs and the Events."""
+        status, events = self.status or {}, "; ".join(f"{event.reason}: {event.message}" for event in self.events)
+        change = f"{self.state} --{self.event or 'NotReconciled'}--> {self.next_state}"
+        summary = f"{change}, attempt {status.get('attempt', 0)} ready {status.get('ready', '-')} {events}"
+        return summary.rstrip()

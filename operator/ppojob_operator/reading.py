@@ -72,6 +72,7 @@ def read_without_spec(raw: Manifest) -> Job:
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
         retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
+        adopted_uid=_annotations(raw).get(constants.ANNOTATION_ADOPT, "")[: constants.MAX_REQUEST_LENGTH] or None,
         queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )

@@ -179,6 +179,8 @@ class ProgressReply(ApiModel):
 
     command: Command = Command.NONE
     """What the operator requests of the trainer."""
+    is_deleted: bool | None = None
+    """The PPOJob is being deleted, so a trainer whose pods are deleted needs no checkpoint. Absent: it is not."""
     checkpoint_request: Annotated[str, Field(max_length=constants.MAX_REQUEST_LENGTH)] | None = None
     """A request for a checkpoint that is not answered yet; the answer is `checkpoint.request` of a report."""
     settings: LiveSettings | None = None
@@ -214,6 +216,8 @@ class FailureRecord(ApiModel):
     """Exit code of the trainer."""
     address: Annotated[str, Field(max_length=64)] | None = None
     """IP address of the pod whose GPU has failed. Absent: another failure."""
+    role: Annotated[str, Field(max_length=63)] | None = None
+    """Role of the process that failed, or name of a worker in `spec.workers`. Absent: none, or unknown."""
     only_processes: bool = False
     """Processes were lost, and all pods of the fixed pools were still connected to Ray. False: also if not known."""
 

@@ -65,6 +65,8 @@ class JobFile(ApiModel):
     """The resolved spec, with folders of the storage in place of addresses."""
     sources: list[Source] = Field(default_factory=list)
     """What is fetched into these folders before the trainer starts."""
+    adopted_uid: str | None = None
+    """UID of an earlier run whose checkpoints this one may adopt; "unknown": they name no run. Absent: of none."""
     reporting: Reporting | None = None
     """Where progress is reported. Absent: nowhere (`ppojob run`)."""
     version: str | None = None

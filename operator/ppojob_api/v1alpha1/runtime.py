@@ -133,6 +133,18 @@ class FailureReason(StrEnum):
     WORKER_LOST = Reason.WORKER_LOST
 
 
+class FailedRole(StrEnum):
+    """Whose process has failed, as rules name it."""
+
+    ACTOR = "actor"
+    ROLLOUT = "rollout"
+    REF = "ref"
+    CRITIC = "critic"
+    REWARD = "reward"
+    DATA = "data"
+    WORKERS = "workers"
+
+
 class FailureRule(ApiModel):
     """What follows certain failures. It matches an attempt if all of its criteria match."""
 
@@ -144,6 +156,9 @@ class FailureRule(ApiModel):
     exit_codes: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(min_length=1, max_length=32)] | None = None
     """The attempt's `status.lastFailure.exitCode` is one of these. Absent: any exit code matches, also an unknown
     one."""
+    roles: Annotated[list[FailedRole], Field(min_length=1, max_length=8)] | None = None
+    """The attempt's `status.lastFailure.role` is one of these; workers: it is the name of one of `spec.workers`.
+    Absent: any role matches, also an unknown one."""
 
 
 class FailurePolicy(ApiModel):

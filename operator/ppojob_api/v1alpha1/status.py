@@ -145,6 +145,8 @@ class LastFailure(ApiModel):
     """A sentence for people."""
     exit_code: int | None = None
     """Exit code of the trainer, or of the pod's container. Absent: unknown."""
+    role: Name | None = None
+    """Role of the process that failed, or name of a worker in `spec.workers`. Absent: unknown, or no process did."""
     log_tail: LongText | None = None
     """The last lines of the trainer's log."""
     layout_digest: Name | None = None

@@ -21,6 +21,7 @@ def job_file(job: Job, spec: PPOJobSpec, surroundings: Surroundings) -> str:
         root=job_root(spec.storage.mount_path, job.key.namespace, job.key.name, job.uid, spec.checkpoint.resume),
         spec=local,
         sources=sources,
+        adopted_uid=job.adopted_uid,
         reporting=Reporting(url=surroundings.report_url),
         version=None if job.status.operator is None else job.status.operator.version,
     ).encode()

@@ -1,7 +1,7 @@
 """The token of a RayCluster's dashboard, and the Secret from which Ray's pods read it.
 
 The token is derived from a key of the operator, which therefore never reads a Secret in a user's namespace. It needs
-permission to create Secrets there, and no other.
+permission to create Secrets there and, to delete those of replaced RayClusters, to delete what a PPOJob owns.
 """
 
 import hashlib

@@ -6,6 +6,7 @@ submitted attempts are judged.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import MAX_LOG_LINE_LENGTH, MAX_LOG_LINES, Condition, Reason
@@ -83,12 +84,13 @@ def _may_be_caused_by_a_loss(record: FailureRecord | None, *, is_lost: bool) -> 
 
 def _named(situation: Situation, record: FailureRecord, lost: Finding | None, *, is_suspect: bool) -> Failure:
     """Return the failure that the trainer names, or the disruption of its pods that caused it."""
+    named = Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect, role=record.role)
     if record.kind is not FailureKind.INFRASTRUCTURE:
-        return Failure(record.kind, record.reason, record.message, record.exit_code, is_cluster_suspect=False)
+        return replace(named, is_cluster_suspect=False)
     if lost is None or lost.reason == Reason.POD_LOST or situation.open_stop is not None:
-        return Failure(record.kind, record.reason, record.message, record.exit_code, is_suspect, record.address)
+        return replace(named, address=record.address)
     message = f"{lost.message}; the trainer reported {record.reason}: {record.message}"
-    return Failure(record.kind, lost.reason, message, record.exit_code, is_suspect)
+    return replace(named, reason=lost.reason, message=message)
 
 
 def _out_of_memory(situation: Situation) -> Failure | None:

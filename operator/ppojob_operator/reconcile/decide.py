@@ -60,7 +60,8 @@ def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     plan = make(a, event)
     if event not in (Event.DELETED, Event.EXPIRED):
         plan = usage.counted(plan, job, observed, now)
-    return replace(plan, state=a.state, event=event, next_state=row[event])
+    unused = objects.unused_secrets(job, plan)
+    return replace(plan, delete_secrets=unused, state=a.state, event=event, next_state=row[event])
 
 
 def _missing_observation(a: Assessment) -> Plan | None:
@@ -369,6 +370,7 @@ def _last_failure(situation: Situation, failure: Failure) -> LastFailure:
         reason=failure.reason,
         message=failure.message[:4096],
         exit_code=failure.exit_code,
+        role=failure.role,
         log_tail=attempts.shorten_log(situation.observed.log_tail),
         layout_digest=digest_of(layout_of(situation.spec)),
         time=format_time(situation.now),

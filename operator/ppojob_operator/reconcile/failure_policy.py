@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.layout import digest_of, layout_of
 from ppojob_api.v1alpha1.progress import FailureKind
-from ppojob_api.v1alpha1.runtime import FailureAction, FailureRule
+from ppojob_api.v1alpha1.runtime import FailedRole, FailureAction, FailureRule
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.reconcile.situation import Failure, Situation
 
@@ -100,12 +100,15 @@ def how_to_retry(situation: Situation) -> str:
 
 def _matching_rule(situation: Situation, failure: Failure) -> tuple[int, FailureRule] | None:
     rules = enumerate(situation.spec.run_policy.failure_policy.rules)
-    return next(((number, rule) for number, rule in rules if _matches(rule, failure)), None)
+    is_of_worker = failure.role in [worker.name for worker in situation.spec.workers]
+    role = FailedRole.WORKERS if is_of_worker else failure.role
+    return next(((number, rule) for number, rule in rules if _matches(rule, failure, role)), None)
 
 
-def _matches(rule: FailureRule, failure: Failure) -> bool:
+def _matches(rule: FailureRule, failure: Failure, role: str | None) -> bool:
     has_reason = rule.reasons is None or failure.reason in rule.reasons
-    return has_reason and (rule.exit_codes is None or failure.exit_code in rule.exit_codes)
+    has_role = rule.roles is None or role in rule.roles
+    return has_reason and has_role and (rule.exit_codes is None or failure.exit_code in rule.exit_codes)
 
 
 def _default_action(failure: Failure) -> FailureAction:

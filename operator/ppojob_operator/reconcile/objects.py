@@ -26,7 +26,7 @@ from ppojob_operator.manifests.network_policy import network_policy
 from ppojob_operator.manifests.ray_cluster import ray_cluster
 from ppojob_operator.manifests.service_account import service_account
 from ppojob_operator.manifests.submission import submission
-from ppojob_operator.plan import ALIVE, EventRecord, Job, Manifest, Observed, Submission
+from ppojob_operator.plan import ALIVE, EventRecord, Job, Manifest, Observed, Plan, Submission
 from ppojob_operator.reconcile.layout import spec_in_force
 from ppojob_operator.reconcile.pods import PoolsFinding
 from ppojob_operator.reconcile.situation import Finding, Situation
@@ -137,6 +137,18 @@ def _pod_dependencies(situation: Situation) -> tuple[Manifest, ...]:
     token = dashboard_token(surroundings.dashboard_key, job.uid, name)
     account = () if situation.spec.service_account_name else (service_account(job.key, job.uid),)
     return (*_network_policies(situation), *account, dashboard_secret(job.key, job.uid, name, token))
+
+
+def unused_secrets(job: Job, plan: Plan) -> tuple[str, ...]:
+    """Return the Secrets of the RayClusters that a plan deletes, and of the one that it removes from the status.
+
+    The latter may be deleted already, by another client. They are deleted before the RayClusters, so that a reconcile
+    after an interrupted one still finds those, and repeats both.
+    """
+    clusters, known = dict.fromkeys(plan.delete_clusters), job.status.ray_cluster
+    if known is not None and plan.status is not None and plan.status.get("rayCluster", {}).get("name") != known.name:
+        clusters[known.name] = None
+    return tuple(naming.dashboard_secret_name(name) for name in clusters)
 
 
 def fetch_dependencies(situation: Situation) -> tuple[Manifest, ...]:

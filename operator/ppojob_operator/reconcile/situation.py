@@ -48,6 +48,8 @@ class Failure:
     """The next attempt gets a new RayCluster. False: it reuses the pods, and KubeRay re-creates lost ones."""
     address: str | None = None
     """IP address of the pod whose GPU has failed. None: another failure."""
+    role: str | None = None
+    """Role of the process that failed, or name of a user's worker. None: unknown."""
 
     @property
     def headline(self) -> str:

@@ -140,6 +140,7 @@ class Authenticator:
         self._reviews = reviews
         self._account_of = account_of
         self._fetch_job_of = fetch_job_of
+        self._deleted = _Memory[bool](_REFUSED_SECONDS, monotonic)
 
     async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
         """Return who holds the token, by the request's header alone; `check_pod`, and then `check_sender` or
@@ -160,6 +161,8 @@ class Authenticator:
         key = claimed_job(token, namespace, name, time.time())
         audience = progress_audience(*key)
         identity = await self._reviews.review(token, audience, source)
+        if identity is None and await self._is_deleted(key):
+            raise refusals.job_not_found(f"{namespace}/{name}")
         if identity is None:
             raise refusals.unauthenticated(
                 f"the token is not valid, or not for the audience {audience}: "
@@ -170,6 +173,18 @@ class Authenticator:
         if not identity.username.startswith(f"system:serviceaccount:{namespace}:"):
             raise refusals.forbidden(f"the token belongs to {identity.username}, which is not in namespace {namespace}")
         return Caller(key, identity)
+
+    async def _is_deleted(self, key: JobIdentity) -> bool:
+        """Return whether the job was deleted. Its ServiceAccount is deleted with it, so tokens of its pods are refused.
+
+        It is read once in a while, because anybody can send a bad token. The answer says nothing to a sender who does
+        not know the job's uid.
+        """
+        audience = hashlib.sha256(progress_audience(*key).encode()).digest()
+        if audience not in self._deleted:
+            job = await self._port.read_job(key.namespace, key.name)
+            self._deleted[audience] = job is None or job["metadata"]["uid"] != key.uid
+        return self._deleted[audience]
 
     async def check_pod(self, caller: Caller) -> Sender:
         """Return the sender if it is a live pod that is labelled with the job.

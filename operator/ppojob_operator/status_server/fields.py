@@ -122,6 +122,7 @@ def progress_reply(job: Mapping[str, Any], attempt: int, interval_seconds: int |
     is_stop = is_going or is_asked
     return ProgressReply(
         command=Command.STOP if is_stop else Command.NONE,
+        is_deleted=is_going or None,
         checkpoint_request=None if is_stop else _open_request(job),
         settings=LiveSettings.of(trainer, checkpoint),
         interval_seconds=interval_seconds,

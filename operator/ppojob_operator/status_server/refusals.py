@@ -1,6 +1,7 @@
 """Why a report is refused: HTTP status, one word for programs, and a sentence that says what to do.
 
-The trainer stops on 409 and 410 (it was replaced) and continues on everything else. Nothing here may carry a token.
+The trainer stops on 409 and 410 (it was replaced), and on 404 if its pods are being deleted too; it continues on
+everything else. Nothing here may carry a token.
 """
 
 from collections.abc import Mapping

@@ -24,14 +24,15 @@ OBJECTS: dict[str, dict[str, Any]] = {
         "spec": {"suspend": True, "headGroupSpec": {"rayStartParams": {}, "template": {"spec": POD}}},
     },
 }
-DELETED = ("Job", "RayCluster")
+SECRET = {"apiVersion": "v1"}
+DELETED = ("Job", "RayCluster", "Secret")
 """The kinds that the operator may delete."""
 ACTIVE_SECONDS = 30.0
 
 
 def manifest(kind: str, name: str, *, is_owned: bool) -> dict[str, Any]:
     metadata = {"name": name} | ({"ownerReferences": [OWNER]} if is_owned else {})
-    return {"kind": kind, "metadata": metadata, **deepcopy(OBJECTS[kind])}
+    return {"kind": kind, "metadata": metadata, **deepcopy(SECRET if kind == "Secret" else OBJECTS[kind])}
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Every problem of a job is shown on the job; the operator continues with other jobs."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
+from tests.integration.operator.conftest import pool
 
 pytestmark = pytest.mark.usefixtures("volumes")
 
@@ -108,6 +110,39 @@ def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, 
         kubectl("delete", "resourcequota", "no-pods")
 
     assert "exceeded quota: no-pods" in message
+
+
+@pytest.fixture
+def _is_restricted(kubectl: Any) -> Iterator[None]:
+    """Pod Security admission enforces the standard `restricted` in the namespace."""
+    label = "pod-security.kubernetes.io/enforce"
+    kubectl("label", "namespace", kubectl.namespace, f"{label}=restricted", "--overwrite")
+    yield
+    kubectl("label", "namespace", kubectl.namespace, f"{label}-")
+
+
+ROOT = [{"name": "ray-worker", "securityContext": {"runAsUser": 0}}]
+
+
+@pytest.mark.usefixtures("claim", "_is_restricted")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"network": {"hostNetwork": True}}, "host namespaces"),
+        ({"network": {"rdma": {"resourceName": "rdma/hca", "count": 1}}}, "IPC_LOCK"),
+        ({"podTemplate": {"spec": {"containers": ROOT}}}, "runAsUser=0"),
+    ],
+    ids=["hostNetwork", "RDMA", "podTemplate"],
+)
+def test_privileges_that_the_namespace_forbids_are_refused_in_the_api_servers_words(
+    jobs: Any, changes: dict[str, Any], words: str
+) -> None:
+    name = jobs.create(pools=[pool("actor"), pool("critic", **changes)])
+
+    message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.PODS_REFUSED, limit=240)
+
+    assert 'violates PodSecurity "restricted:' in message
+    assert words in message
 
 
 @pytest.mark.usefixtures("claim")

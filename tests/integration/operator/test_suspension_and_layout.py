@@ -22,6 +22,12 @@ def clusters(kubectl: Any, name: str) -> list[Any]:
     return [item for item in items if "deletionTimestamp" not in item["metadata"]]
 
 
+def secrets(kubectl: Any, name: str) -> list[str]:
+    """Return the names of the job's Secrets."""
+    items = kubectl.json("get", "secrets", "--selector", f"ppojob.dev/job={name}")["items"]
+    return [item["metadata"]["name"] for item in items]
+
+
 def groups(cluster: Any) -> dict[str, int]:
     """Return how many pods each group of a RayCluster has."""
     return {group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]}
@@ -43,10 +49,12 @@ def test_a_job_is_created_suspended_set_free_and_suspended_again(kubectl: Any, j
     jobs.wait_for(name, Condition.SUSPENDED, "True", Reason.SUSPENDED)
     kubectl("wait", "--for=delete", "rayclusters,pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
     assert jobs.status(name)["ready"] == "0/2"
+    assert secrets(kubectl, name) == []
 
     assert patch(kubectl, name, runPolicy={"suspend": False}).returncode == 0
     second = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
     assert second != first
+    assert secrets(kubectl, name) == [f"{second}-ray"]
     assert jobs.status(name)["retries"]["total"] == 0
 
 

@@ -24,12 +24,14 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.progress import Command, FailureRecord, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_operator.status_server import refusals
 from tests.integration.trainer.runs import ONE_POOL, SPLIT, kill, records_of, reward_of_letters, spec_of
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow, pytest.mark.long]
 
 STEPS = 6
 LIMIT_S = 500.0
+DELETED_LIMIT_S = 60.0
 OF_A_CLUSTER = {"RAY_CLUSTER_NAME": "tiny-1a2b3"}
 
 
@@ -39,6 +41,7 @@ class Endpoint(http.server.ThreadingHTTPServer):
     def __init__(self, stop_after: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.stop_after = stop_after
+        self.is_job_deleted = False
         self.reports: list[ProgressReport] = []
 
 
@@ -50,10 +53,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         report = ProgressReport.model_validate_json(body)
         self.server.reports.append(report)
+        if self.server.is_job_deleted:
+            refusal = refusals.job_not_found("test/tiny")
+            self._answer(refusal.status, {"reason": refusal.reason, "message": refusal.message})
+            return
         is_asked = report.step >= self.server.stop_after
         reply = ProgressReply(command=Command.STOP if is_asked else Command.NONE)
-        answer = json.dumps(reply.to_wire()).encode()
-        self.send_response(200)
+        self._answer(200, reply.to_wire())
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        answer = json.dumps(body).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -105,10 +115,18 @@ def run_attempt(root: Path, model: Path, attempt: int, endpoint: Endpoint, layou
     return code, path.read_text(errors="replace")
 
 
-def hold_after_the_first_step(root: Path, endpoint: Endpoint, held: list[subprocess.CompletedProcess[str]]) -> None:
-    """Do what a pod that is being deleted does."""
+def hold_after_the_first_step(
+    root: Path,
+    endpoint: Endpoint,
+    held: list[subprocess.CompletedProcess[str]],
+    *,
+    is_job_deleted: bool = False,
+    seconds: list[float] | None = None,
+) -> None:
+    """Do what a pod that is being deleted does, because its PPOJob was deleted or for another cause."""
     while not any(report.step >= 1 for report in endpoint.reports):
         time.sleep(0.1)
+    endpoint.is_job_deleted, begin = is_job_deleted, time.monotonic()
     command = [str(Path(sys.executable).with_name("ppojob")), "hold", "--limit", str(LIMIT_S)]
     environment = {**os.environ, **OF_A_CLUSTER}
     held.append(
@@ -121,6 +139,8 @@ def hold_after_the_first_step(root: Path, endpoint: Endpoint, held: list[subproc
             check=False,
         )
     )
+    if seconds is not None:
+        seconds.append(time.monotonic() - begin)
 
 
 def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_down(model: Path, tmp_path: Path) -> None:
@@ -139,7 +159,34 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
     assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
     stopped_at = json.loads((root / "checkpoints" / "tracker.json").read_text())["step"]
     assert 1 <= stopped_at < STEPS
-    assert not list(root.glob("terminating-*"))
+    left = [path.name for path in root.glob("terminating-*")]
+    assert left == ["terminating-tiny-1a2b3.ended"], "the hook removes request and answer; that the run ended stays"
+
+
+def test_the_pods_of_a_deleted_job_are_released_without_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    held: list[subprocess.CompletedProcess[str]] = []
+    seconds: list[float] = []
+
+    with serving(stop_after=STEPS + 1) as endpoint:
+        options = {"is_job_deleted": True, "seconds": seconds}
+        hook = threading.Thread(
+            target=hold_after_the_first_step, args=(root, endpoint, held), kwargs=options, daemon=True
+        )
+        hook.start()
+        code, output = run_attempt(root, model, 0, endpoint, SPLIT)
+        hook.join(60)
+
+    assert code == 1, output[-4000:]
+    record = FailureRecord.from_log(output)
+    assert record is not None
+    assert record.message == "the PPOJob was deleted: the run ends at once, without a checkpoint"
+    [done] = held
+    assert (done.returncode, done.stderr) == (0, ""), "no process of the run is left"
+    assert seconds[0] < DELETED_LIMIT_S
+    saved = root / "checkpoints" / "tracker.json"
+    assert not saved.exists() or json.loads(saved.read_text())["step"] is None, saved.read_text()
 
 
 def test_a_trainer_that_was_asked_to_stop_resumes_at_that_step_with_another_layout(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ from tests.bad_specs import GOOD
 SCHEMAS = {"spec": structural(PPOJobSpec), "status": structural(PPOJobStatus)}
 PASCAL_CASE = re.compile(r"([A-Z][a-z0-9]*)+")
 ACRONYMS = ("Cpu", "Cuda", "Gae", "Gpu", "Grpo", "Json", "Kai", "Kl", "Llm", "Rloo")
-OTHERWISE_SPELLED = {"spec.telemetry.profile.roles[]": "roles are written as the fields of placement and model are"}
+_AS_IN_PLACEMENT = "roles are written as the fields of placement and model are"
+OTHERWISE_SPELLED = {
+    "spec.telemetry.profile.roles[]": _AS_IN_PLACEMENT,
+    "spec.runPolicy.failurePolicy.rules[].roles[]": _AS_IN_PLACEMENT,
+}
 """Enums that are not in PascalCase, and why."""
 FORBIDDEN = ("$ref", "$defs", "anyOf", "oneOf", "allOf", "title", "const", "additionalItems")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.unit.chart.rendered import identity, only, role_of
@@ -78,9 +79,19 @@ def test_a_release_of_another_name_may_check_whether_one_of_its_or_the_usual_nam
     assert role_of(objects, "system-team-ppojob")["rules"][-1]["resourceNames"] == names
 
 
+@pytest.mark.parametrize(("is_limited", "verbs"), [(True, ["create", "delete"]), (False, ["create"])])
+def test_secrets_are_deleted_only_where_the_policy_limits_that_to_those_of_jobs(
+    helm: Any, is_limited: bool, verbs: list[str]
+) -> None:
+    objects = helm.objects({"admissionPolicy": {"enabled": is_limited}})
+
+    rules = role_of(objects, "system-ppojob")["rules"]
+    assert [rule["verbs"] for rule in rules if rule["resources"] == ["secrets"]] == [verbs]
+
+
 def test_no_role_has_a_wildcard_or_reads_the_secrets_of_users(helm: Any) -> None:
     for manifest in helm.objects({}):
         for rule in manifest.get("rules", []):
             assert "*" not in str(rule)
             if "secrets" in rule["resources"] and not rule.get("resourceNames"):
-                assert rule["verbs"] == ["create"]
+                assert set(rule["verbs"]) <= {"create", "delete"}

@@ -30,6 +30,7 @@ from ppojob_trainer.checkpoints.checkpoint import (
     parse_manifest,
 )
 from ppojob_trainer.checkpoints.errors import (
+    UNKNOWN_OWNER,
     BucketError,
     BucketUnreachableError,
     CheckpointUnreadableError,
@@ -72,7 +73,7 @@ class BucketStore:
         self._tracker = _Tracker(uid, attempt, uuid.uuid4().hex)
         self._version: UpdateVersion | None = None
 
-    def claim(self, *, adopts: bool = False) -> None:
+    def claim(self, *, adopts: bool = False, adopted_uid: str | None = None) -> None:
         """See `CheckpointStore`; it also finds out whether the object store can be used."""
         self._bucket.check(f"{self._tracker.attempt}-{self._tracker.claim}")
         for _ in range(_CLAIMS):
@@ -81,7 +82,7 @@ class BucketStore:
             if found is not None and found.uid == self._tracker.uid:
                 self._refuse_newer(found)
                 self._tracker = replace(self._tracker, newest=found.newest, resumed_from=found.resumed_from)
-            elif self._reader.names() and not adopts:
+            elif self._reader.names() and not adopts and _uid_of(found) != adopted_uid:
                 raise self._foreign(found)
             try:
                 self._version = self._bucket.write(_TRACKER, _encode(self._tracker), replaces=version)
@@ -203,8 +204,7 @@ class BucketStore:
         return FencedOutError(self._bucket.address, attempt=self._tracker.attempt, newer=found.attempt)
 
     def _foreign(self, found: _Tracker | None) -> ForeignFilesError:
-        owner = found.uid if found is not None else f"unknown: there is no {_TRACKER}"
-        return ForeignFilesError(self._bucket.address, uid=self._tracker.uid, owner=owner)
+        return ForeignFilesError(self._bucket.address, uid=self._tracker.uid, owner=_uid_of(found))
 
     def _read(self) -> tuple[_Tracker, UpdateVersion] | None:
         found = self._bucket.read(_TRACKER)
@@ -239,3 +239,7 @@ def _decode(content: bytes) -> _Tracker:
         return _Tracker(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise ValueError("it was not written by this program") from error
+
+
+def _uid_of(found: _Tracker | None) -> str:
+    return UNKNOWN_OWNER if found is None else found.uid

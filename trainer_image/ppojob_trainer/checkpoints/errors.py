@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from ppojob_api.v1alpha1.constants import ANNOTATION_ADOPT
+
 if TYPE_CHECKING:
     from ppojob_trainer.checkpoints.checkpoint import Checkpoint
+
+UNKNOWN_OWNER = "unknown"
+"""In place of the uid of a run whose checkpoints do not name it."""
 
 
 class FencedOutError(RuntimeError):
@@ -23,9 +28,10 @@ class ForeignFilesError(RuntimeError):
 
     def __init__(self, location: str, *, uid: str, owner: str) -> None:
         super().__init__(
-            f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}). Create the job again "
-            f"with checkpoint.resume: Never to start in its own folder (`ppojob run`: use another --output), or "
-            f"with checkpoint.resumeFrom: PATH OF A CHECKPOINT to continue that run"
+            f"{location} holds the checkpoints of another run (uid {owner}, this run has {uid}). To continue that "
+            f"run, annotate the PPOJob with {ANNOTATION_ADOPT}={owner} and run it again (`kubectl ppo retry`). Or "
+            f"create the job again with checkpoint.resume: Never to start in its own folder (`ppojob run`: use another "
+            f"--output), or with checkpoint.resumeFrom: PATH OF A CHECKPOINT to continue from that one"
         )
 
 

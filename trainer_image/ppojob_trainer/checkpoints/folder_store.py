@@ -26,7 +26,12 @@ from ppojob_trainer.checkpoints.checkpoint import (
     manifest_of,
     parse_manifest,
 )
-from ppojob_trainer.checkpoints.errors import CheckpointUnreadableError, FencedOutError, ForeignFilesError
+from ppojob_trainer.checkpoints.errors import (
+    UNKNOWN_OWNER,
+    CheckpointUnreadableError,
+    FencedOutError,
+    ForeignFilesError,
+)
 from ppojob_trainer.checkpoints.readers import FolderReader, file_sizes, newest_complete, order_of, read, read_at
 
 _log = logging.getLogger(__name__)
@@ -53,14 +58,14 @@ class FolderStore:
         self._attempt = attempt
         self._resumed_from: str | None = None
 
-    def claim(self, *, adopts: bool = False) -> None:
+    def claim(self, *, adopts: bool = False, adopted_uid: str | None = None) -> None:
         """See `CheckpointStore`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         owner = self._owner()
         if owner and owner["uid"] == self._uid:
             self._refuse_newer(owner)
-        elif self._steps() and not adopts:
-            raise self._foreign(owner["uid"] if owner else "unknown")
+        elif self._steps() and not adopts and (owner["uid"] if owner else UNKNOWN_OWNER) != adopted_uid:
+            raise self._foreign(owner)
         durable.write_json(self._folder / "owner.json", {"uid": self._uid, "attempt": self._attempt})
 
     def resume_point(self, policy: ResumePolicy, resume_from: str | None) -> Checkpoint | None:
@@ -157,15 +162,16 @@ class FolderStore:
     def _check_fence(self) -> None:
         owner = self._owner()
         if owner is None or owner["uid"] != self._uid:
-            raise self._foreign(owner["uid"] if owner else "unknown: owner.json is gone")
+            raise self._foreign(owner)
         self._refuse_newer(owner)
 
     def _refuse_newer(self, owner: Mapping[str, Any]) -> None:
         if owner["attempt"] > self._attempt:
             raise FencedOutError(str(self._folder), attempt=self._attempt, newer=owner["attempt"])
 
-    def _foreign(self, owner: str) -> ForeignFilesError:
-        return ForeignFilesError(str(self._folder), uid=self._uid, owner=owner)
+    def _foreign(self, owner: Mapping[str, Any] | None) -> ForeignFilesError:
+        """Return the error; without an owner, there is no owner.json."""
+        return ForeignFilesError(str(self._folder), uid=self._uid, owner=owner["uid"] if owner else UNKNOWN_OWNER)
 
     def _owner(self) -> dict[str, Any] | None:
         path = self._folder / "owner.json"

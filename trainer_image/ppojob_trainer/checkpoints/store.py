@@ -23,11 +23,12 @@ __all__ = ["CheckpointStore", "last_attempt", "open_store"]
 class CheckpointStore(Protocol):
     """Writes, finds and deletes the checkpoints of one attempt. For a bucket, every call may raise `BucketError`."""
 
-    def claim(self, *, adopts: bool = False) -> None:
+    def claim(self, *, adopts: bool = False, adopted_uid: str | None = None) -> None:
         """Make this attempt the only one that writes here; call it before anything is loaded.
 
         Args:
-            adopts: allow checkpoints of another run here. They stay, and that run can no longer save.
+            adopts: allow checkpoints of any other run here. They stay, and that run can no longer save.
+            adopted_uid: allow those of this run, or those without one (`UNKNOWN_OWNER`). None: of none.
 
         Raises:
             FencedOutError: a newer attempt of the same job is there.

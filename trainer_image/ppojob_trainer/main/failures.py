@@ -25,6 +25,7 @@ from ppojob_trainer.data import DataError
 from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.exports import UploadCredentialsError, UploadRefusedError
 from ppojob_trainer.main.connection import RayNotStartedError
+from ppojob_trainer.main.monitor import JobDeletedError
 from ppojob_trainer.rewards import RewardError, RewardFunctionError, RewardImportError, RewardRefusedError
 from ppojob_trainer.telemetry import MetricsUnreadableError, TrackerMissingError
 from ppojob_trainer.worker_groups.communication import is_of_communication
@@ -94,6 +95,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (UploadCredentialsError, Reason.UPLOAD_REFUSED, FailureKind.USER),
     (UploadRefusedError, Reason.UPLOAD_REFUSED, FailureKind.PERMANENT),
     (FencedOutError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
+    (JobDeletedError, Reason.FENCED_OUT, FailureKind.INFRASTRUCTURE),
     (TrackerMissingError, Reason.TRAINER_FAILED, FailureKind.PERMANENT),
     (RayNotStartedError, Reason.TRAINER_FAILED, FailureKind.INFRASTRUCTURE),
     (KeyboardInterrupt, Reason.INTERRUPTED, FailureKind.INFRASTRUCTURE),
@@ -131,9 +133,11 @@ def failure_record(error: BaseException) -> FailureRecord:
                 kind=kind,
                 exit_code=exit_code,
                 address=address,
+                role=_role(error),
                 only_processes=isinstance(error, WorkerGroupError) and error.only_processes,
             )
-    return FailureRecord(reason=Reason.TRAINER_FAILED, message=_sentence(error, error), kind=FailureKind.USER)
+    message, role = _sentence(error, error), _role(error)
+    return FailureRecord(reason=Reason.TRAINER_FAILED, message=message, kind=FailureKind.USER, role=role)
 
 
 def interrupted(step: int) -> FailureRecord:
@@ -167,6 +171,14 @@ def _sentence(error: BaseException, named: BaseException) -> str:
         return text[:_MAX_MESSAGE]
     where = str(error).partition(" failed in ")[0]
     return f"{where}: {text}"[:_MAX_MESSAGE]
+
+
+def _role(error: BaseException) -> str | None:
+    """Return whose process or phase failed, by the API's names. None: the driver's own failure."""
+    errors = (link for link in _chain(error) if isinstance(link, WorkerGroupError | PhaseTimeoutError))
+    role = next((link.role for link in errors if link.role is not None), None)
+    # The engines of a pool that is shared with the rollout have the role rollout_<pool>. Workers' names have no _.
+    return None if role is None else role.partition("_")[0]
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
 Implements `controller.ports.MonitorPort` for `run`. Live settings and checkpoint requests arrive in the operator's
 replies. A stop request comes from a signal (an Event), from the operator, or from a pod of the RayCluster that is being
-deleted (`ppojob hold` writes a file). A reply that fences this attempt out ends the run at once.
+deleted (`ppojob hold` writes a file). A reply that fences this attempt out ends the run at once. So does the answer
+that the PPOJob was deleted, if a pod is being deleted too; without that, the RayCluster is kept (`--cascade=orphan`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from ppojob_trainer.telemetry import (
     write_advice,
 )
 
-__all__ = ["Monitor"]
+__all__ = ["JobDeletedError", "Monitor"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
 FROM_THE_START = -1
+
+
+class JobDeletedError(RuntimeError):
+    """The PPOJob was deleted, and with it the pods: no attempt follows, and no checkpoint is needed."""
 
 
 class Monitor:
@@ -89,7 +94,8 @@ class Monitor:
             self._metrics.close()
         if self._reporter is not None:
             self._reporter.update(self._progress.report())
-            if not self._reporter.close():
+            # A deleted job has no status to write.
+            if not self._reporter.is_job_deleted and not self._reporter.close():
                 logger.warning("the last report did not reach the operator; the job's storage has its content")
 
     async def watch(self) -> None:
@@ -97,6 +103,7 @@ class Monitor:
 
         Raises:
             FencedOutError: the operator reports that a newer attempt replaced this one.
+            JobDeletedError: the operator reports that the PPOJob was deleted, and a pod is being deleted.
         """
         deletion = asyncio.create_task(self._terminating_pods.detected())
         try:
@@ -112,8 +119,13 @@ class Monitor:
         if not self._stopping.is_set() and (self._stop.is_set() or is_requested or is_pod_deleted):
             logger.info("stop requested: the trainer finishes the work that cannot be dropped first")
             self._stopping.set()
+            if is_pod_deleted:
+                # The answer says whether the PPOJob was deleted, or its pods alone.
+                self._report(now=True)
         if reporter is None:
             return
+        if reporter.is_job_deleted and (is_pod_deleted or reporter.fenced_out.is_set()):
+            raise JobDeletedError("the PPOJob was deleted: the run ends at once, without a checkpoint")
         if reporter.fenced_out.is_set():
             raise FencedOutError(str(self._files.root), attempt=self._attempt, newer=self._attempt + 1)
         self._take(reporter.reply.settings)

@@ -40,7 +40,7 @@ from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
 from ppojob_trainer.main.failures import JobFailedError, failure_record
 from ppojob_trainer.main.groups import Groups, continuing_roles, launch, make_ready
-from ppojob_trainer.main.monitor import Monitor
+from ppojob_trainer.main.monitor import JobDeletedError, Monitor
 from ppojob_trainer.maths.kl import make_kl_controller
 from ppojob_trainer.telemetry import RunFiles, TraceWriter, check_installed
 from ppojob_trainer.worker_groups.connections import between_pools, connection_metrics, report
@@ -87,7 +87,7 @@ def run_job(job: JobFile, *, attempt: int, stop: threading.Event, has_successor:
         check_installed(job.spec.telemetry.trackers)
         store = open_store(job.checkpoints, uid=job.uid, attempt=attempt)
         resume_from = job.spec.checkpoint.resume_from
-        store.claim(adopts=resume_from is not None)
+        store.claim(adopts=resume_from is not None, adopted_uid=job.adopted_uid)
         # Before anything starts, so that a broken checkpoint costs no GPU time.
         found = store.resume_point(job.resume, resume_from)
         check_target(job)
@@ -155,6 +155,9 @@ class _Attempt:
             return outcome
         except FencedOutError:
             is_superseded = True
+            raise
+        except JobDeletedError:
+            self._has_successor = False
             raise
         except WorkerGroupError as error:
             groups = self._groups

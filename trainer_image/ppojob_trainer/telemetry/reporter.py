@@ -22,6 +22,8 @@ from ppojob_api.v1alpha1.resolve import Reporting
 
 _log = logging.getLogger(__name__)
 _FENCED_OUT = {409: "a newer attempt runs", 410: "the PPOJob is gone"}
+_DELETED = ("JobNotFound", "OtherObject")
+"""Reasons of the operator's refusals if the PPOJob does not exist, or another one has its name."""
 _REQUEST_TIMEOUT_S = 10.0
 _SECONDS_BETWEEN_COMPLAINTS = 60.0
 
@@ -38,6 +40,7 @@ class ProgressReporter:
     def __init__(self, reporting: Reporting) -> None:
         self.fenced_out = threading.Event()
         """Set once the operator answered that a newer attempt replaced this one: stop at once, save nothing."""
+        self._is_deleted = False
         self._reporting = reporting
         self._changed = threading.Condition()
         self._report: Report | None = None
@@ -54,6 +57,12 @@ class ProgressReporter:
         """The newest answer: a command, and the settings that may change while the job runs."""
         with self._changed:
             return self._reply
+
+    @property
+    def is_job_deleted(self) -> bool:
+        """Whether the PPOJob was deleted, or is being deleted, by the newest answer."""
+        with self._changed:
+            return self._is_deleted
 
     def start(self) -> None:
         """Start to send."""
@@ -150,6 +159,9 @@ class ProgressReporter:
         return ssl.create_default_context(cafile=self._reporting.ca_path)
 
     def _take(self, answer: httpx.Response, report: Report) -> None:
+        if not answer.is_success and _reason(answer) in _DELETED:
+            with self._changed:
+                self._is_deleted = True
         if answer.status_code in _FENCED_OUT:
             _log.error("fenced out: %s (%s %s)", _FENCED_OUT[answer.status_code], answer.status_code, answer.text[:500])
             self.fenced_out.set()
@@ -162,9 +174,18 @@ class ProgressReporter:
         except ValidationError as error:
             raise _NotDeliveredError(f"the endpoint's answer is not a ProgressReply: {answer.text[:200]}") from error
         with self._changed:
-            self._reply, self._delivered = reply, report
+            self._reply, self._delivered, self._is_deleted = reply, report, bool(reply.is_deleted)
 
     def _complain(self, error: BaseException | None) -> None:
         if time.monotonic() - self._complained_at >= _SECONDS_BETWEEN_COMPLAINTS:
             self._complained_at = time.monotonic()
             _log.warning("progress did not arrive at %s, training continues: %s", self._reporting.url, error)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Return the operator's reason for a refusal. Empty: it gives none, or somebody else has answered."""
+    try:
+        body = answer.json()
+    except ValueError:
+        return ""
+    return str(body.get("reason", "")) if isinstance(body, dict) else ""

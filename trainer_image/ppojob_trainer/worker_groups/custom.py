@@ -140,7 +140,8 @@ class HookCall:
         except WorkerFailedError as error:
             if _is_of_others(error):
                 raise
-            raise HookFailedError(f"{self._user.where}: the processes could not join: {error}") from error
+            words = f"{self._user.where}: the processes could not join: {error}"
+            raise HookFailedError(words).of(spec.name) from error
 
     async def call(self, batch: Table, step: int) -> tuple[Table, dict[str, float]]:
         """See `HookPort`.
@@ -180,7 +181,7 @@ class HookCall:
 
     def _failed(self, why: str) -> HookFailedError:
         where = f"{self._user.where}, hook after {self.after.value}, method {self._method.__name__}"
-        return HookFailedError(f"{where}: {why}")
+        return HookFailedError(f"{where}: {why}").of(self._user.spec.name)
 
 
 def _is_of_others(error: WorkerFailedError) -> bool:

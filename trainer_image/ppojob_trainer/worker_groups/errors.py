@@ -6,14 +6,23 @@ is always the `__cause__`.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class WorkerGroupError(RuntimeError):
     """Base of this package's errors.
 
     only_processes: processes were lost, and all pods of the fixed pools are still connected.
+    role: group of the process that failed; None: unknown.
     """
 
     only_processes = False
+    role: str | None = None
+
+    def of(self, role: str) -> Self:
+        """Return the error with the role."""
+        self.role = role
+        return self
 
 
 class PoolNotPlacedError(WorkerGroupError):

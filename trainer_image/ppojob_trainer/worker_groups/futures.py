@@ -78,7 +78,8 @@ class Future(Generic[T]):
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(str(rank_of[ref]) for ref in waiting)
-                raise CallTimeoutError(f"{self._name} did not answer within {timeout_s:g} s; waiting for rank {late}")
+                words = f"{self._name} did not answer within {timeout_s:g} s; waiting for rank {late}"
+                raise CallTimeoutError(words).of(self._origin.role)
             self._raise_if_failed(ready[0], rank_of[ready[0]])
         return self._merge(ray.get(list(self._refs)))
 
@@ -144,7 +145,7 @@ class Future(Generic[T]):
         else:
             explained = WorkerFailedError(f"{who} gave no answer to {self._origin.method}: {error}")
         explained.__cause__ = cause
-        return explained
+        return explained.of(self._origin.role)
 
 
 class TableFuture(Future[Table]):

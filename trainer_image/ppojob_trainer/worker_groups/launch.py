@@ -129,7 +129,7 @@ async def _up(group: WorkerGroup[Any]) -> None:
         raise CallTimeoutError(
             f"the {len(group)} processes of role {group.role} were not up within {START_TIMEOUT_S:g} s: "
             "see Ray's logs on their nodes"
-        ) from error
+        ).of(group.role) from error
 
 
 async def _addresses(group: WorkerGroup[Any]) -> list[str]:

@@ -40,6 +40,7 @@ class MemoryCluster:
         self.in_look: set[JobKey] = set()
         self.clusters: dict[JobKey, list[Manifest]] = {}
         self.pods: dict[JobKey, list[Manifest]] = {}
+        self.secrets: set[str] = set()
         self.fetch_jobs: dict[JobKey, Manifest] = {}
         self.configs: dict[JobKey, Mapping[str, str]] = {}
         self.templates: dict[tuple[str, str], Manifest] = {}
@@ -92,6 +93,8 @@ class MemoryCluster:
         key = JobKey(metadata["namespace"], metadata["labels"]["ppojob.dev/job"])
         self._call("apply", key)
         self.applied.append(manifest["kind"])
+        if manifest["kind"] == "Secret":
+            self.secrets.add(metadata["name"])
         if manifest["kind"] == "ConfigMap":
             self.configs[key] = manifest["data"]
         if manifest["kind"] == "Job":
@@ -108,6 +111,10 @@ class MemoryCluster:
 
     async def delete_cluster(self, namespace: str, name: str) -> None:
         self.deleted.append(name)
+
+    async def delete_secret(self, namespace: str, name: str) -> None:
+        self._call("delete_secret", JobKey(namespace, name))
+        self.secrets.discard(name)
 
     async def delete_job(self, job: Job) -> None:
         self.deleted.append(job.key.name)

@@ -257,6 +257,27 @@ async def test_a_redirect_is_not_followed_and_its_target_not_shown() -> None:
     assert ": 302 " in found.problem
 
 
+@pytest.mark.parametrize(("status", "text"), [(200, "secret " * 10_000), (403, "secret " * 10_000)])
+async def test_a_service_that_leads_elsewhere_gives_one_token_away_and_little_of_the_answer_is_shown(
+    status: int, text: str
+) -> None:
+    sent: list[dict[str, str]] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        sent.append({name: value for name, value in request.headers.items() if name not in ("Host", "User-Agent")})
+        return web.Response(text=text, status=status, headers={"Set-Cookie": "a=b"})
+
+    async with dashboard(elsewhere) as (client, address):
+        problems = [(await client.list_jobs(address)).problem for _ in range(2)]
+
+    # Each RayCluster has another token: test_dashboard_secret.
+    expected = {"Authorization": "Bearer secret-token", "Accept": "*/*", "Accept-Encoding": "gzip, deflate"}
+    assert [{name: headers[name] for name in expected} for headers in sent] == [expected, expected]
+    assert all(set(headers) == set(expected) for headers in sent), "no cookie, and no token of the operator"
+    for problem in problems:
+        assert problem.count("secret ") <= 500 / len("secret ") + 1
+
+
 async def test_an_answer_without_end_is_cut_off() -> None:
     sent = 0
 

@@ -151,6 +151,44 @@ def test_all_criteria_of_a_rule_must_match(rule: dict[str, Any], is_match: bool)
     assert ("because of spec.runPolicy.failurePolicy.rules[0]" in " ".join(world.words)) == is_match
 
 
+JUDGE = {"name": "judge", "module": "m", "className": "C", "pool": "critic"}
+WORKERS = [{**JUDGE, "hooks": [{"after": "Step", "method": "judge"}]}]
+
+
+@pytest.mark.parametrize(
+    ("roles", "role", "is_match"),
+    [
+        (["rollout"], "rollout", True),
+        (["actor", "rollout"], "rollout", True),
+        (["actor"], "rollout", False),
+        (["rollout"], None, False),
+        (["workers"], "judge", True),
+        (["workers"], "rollout", False),
+        (["workers"], "of-a-newer-trainer", False),
+    ],
+)
+@pytest.mark.parametrize("kind", [FailureKind.USER, FailureKind.INFRASTRUCTURE])
+def test_a_rule_may_name_roles(roles: list[str], role: str | None, is_match: bool, kind: FailureKind) -> None:
+    policy = {"failurePolicy": {"rules": [{"roles": roles, "action": "Ignore"}]}}
+    world = World(runPolicy=policy, workers=WORKERS).run()
+
+    world.trainer_fails(Reason.WORKER_LOST, kind, role=role).settle()
+
+    assert world.totals[2] == is_match
+    assert world.status["lastFailure"].get("role") == role
+
+
+def test_a_role_is_known_when_its_pod_was_taken() -> None:
+    world = rules({"roles": ["critic"], "action": "Fail"})
+    gone = {"disruption": DRAINED, "is_deleting": True}
+    taken = tuple(replace(pod, **gone) if pod.pool == "critic" else pod for pod in world.observed.pods)
+
+    world.see(pods=taken).trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE, role="critic").settle()
+
+    assert world.status["lastFailure"]["reason"] == Reason.PREEMPTED
+    assert world.verdict(Condition.FAILED) == ("True", Reason.FAILURE_POLICY)
+
+
 def test_a_rule_counts_disruptions_against_the_limit() -> None:
     world = rules({"reasons": ["Preempted", "NodeLost"], "action": "Retry"}, backoffLimit=1)
 

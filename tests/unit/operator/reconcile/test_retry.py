@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Phase, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_operator.plan import Cluster, FetchJob, Ray, RayState
 from tests.unit.operator.reconcile.happenings import fresh, running, then
 from tests.unit.operator.reconcile.test_failure_policy import restart, saved
 from tests.unit.operator.reconcile.worlds import World, first_cluster
+
+ADOPTED = '"adoptedUid"'
 
 
 def failed(step: int | None = 5, **policy: Any) -> World:
@@ -49,6 +52,16 @@ def test_a_failed_job_runs_again_with_a_fresh_budget_and_its_totals() -> None:
     assert start(world).status["phase"] == Phase.RUNNING
     assert (world.status["attempt"], world.status["retries"]["counted"]) == (1, 0)
     assert world.cluster_name != first_cluster()
+
+
+def test_the_next_attempt_may_adopt_the_checkpoints_that_an_annotation_names() -> None:
+    world = failed(None)
+    assert ADOPTED not in (world.observed.config or {})[constants.JOB_FILE]
+
+    world.annotations[constants.ANNOTATION_ADOPT] = "7c4a8d09"
+    start(world.ask_for_a_retry())
+
+    assert f'{ADOPTED}: "7c4a8d09"' in (world.observed.config or {})[constants.JOB_FILE]
 
 
 def test_one_request_is_answered_once() -> None:

@@ -90,6 +90,8 @@ class World:
         self.said: list[str] = []
         self.words: list[str] = []
         self.made: list[dict[str, Any]] = []
+        self.secrets: set[str] = set()
+        """Names of the Secrets that exist."""
         self.transitions: list[tuple[State, Event, State]] = []
         self.types: frozenset[str] = frozenset(NotificationType)
         """Types of notifications that the receiver wants. Empty: there is no receiver."""
@@ -150,10 +152,11 @@ class World:
         exit_code: int = 1,
         *,
         only_processes: bool = False,
+        role: str | None = None,
     ) -> "World":
         """Let the trainer end with a named failure. only_processes: it lost some, and its pods are fine."""
         record = FailureRecord(
-            reason=reason, message=message, kind=kind, exit_code=exit_code, only_processes=only_processes
+            reason=reason, message=message, kind=kind, exit_code=exit_code, only_processes=only_processes, role=role
         )
         self.log = f"step 3\n{record.to_log_line()}\n"
         return self.ray_says(RayState.FAILED, error_type="JOB_ENTRYPOINT_COMMAND_ERROR", exit_code=exit_code)
@@ -235,6 +238,7 @@ class World:
             }
             pools = _merged(plan.status.get("pools", []), self.status.get("pools", []))
             self.status = {**plan.status, **theirs, "pools": pools}
+        self.secrets -= set(plan.delete_secrets)
         for name in plan.delete_clusters:
             self._release(name)
         if plan.delete_fetch_job:
@@ -290,6 +294,8 @@ class World:
             )
             self.see(clusters=(*self.observed.clusters, fresh), ray=None)
             self.made.append(dict(manifest))
+        if manifest["kind"] == "Secret":
+            self.secrets.add(name)
         if manifest["kind"] == "Job":
             fresh_job = FetchJob(manifest["metadata"]["annotations"][constants.ANNOTATION_MADE_OF], self.now)
             self.see(fetch_job=fresh_job)

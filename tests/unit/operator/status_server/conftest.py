@@ -63,6 +63,7 @@ class FakeCluster:
         self.secrets: dict[tuple[str, str], dict[str, Any]] = {}
         self.writes: list[tuple[JobIdentity, dict[str, Any]]] = []
         self.reviews = 0
+        self.job_reads = 0
         self.errors: dict[str, Iterator[Exception | None]] = {}
         self.before_write: Callable[[], Any] | None = None
 
@@ -80,6 +81,7 @@ class FakeCluster:
         return self.pods.get((namespace, name))
 
     async def read_job(self, namespace: str, name: str) -> dict[str, Any] | None:
+        self.job_reads += 1
         self._fail("read_job")
         return self.jobs.get((namespace, name))
 

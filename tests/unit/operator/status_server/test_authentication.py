@@ -211,6 +211,23 @@ async def test_a_pod_that_is_gone_is_refused_though_its_token_is_remembered(send
     assert (await refusal_of(send())).status == 403
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_token_that_went_with_its_deleted_job_is_told_of_the_deletion(
+    send: Send, cluster: Any, job: dict[str, Any], is_replaced: bool
+) -> None:
+    # The ServiceAccount is deleted with the job.
+    cluster.tokens.clear()
+    if is_replaced:
+        job["metadata"]["uid"] = "uid-9"
+    else:
+        cluster.jobs.clear()
+
+    for _ in range(3):
+        assert (await refusal_of(send())).reason == "JobNotFound"
+
+    assert (cluster.reviews, cluster.job_reads) == (1, 1), "a bad token stays cheap"
+
+
 async def test_a_token_is_reviewed_once_in_a_while(send: Send, cluster: Any, clock: Clock) -> None:
     for clock.now in (0, 30, 59.9):
         await send()

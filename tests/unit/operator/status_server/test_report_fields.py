@@ -199,7 +199,12 @@ def test_the_length_of_a_run_may_be_epochs_or_its_default(
 def test_a_trainer_whose_job_is_being_deleted_is_asked_to_stop(job: dict[str, Any]) -> None:
     job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
 
-    assert progress_reply(job, 2).command is Command.STOP
+    reply = progress_reply(job, 2)
+    assert (reply.command, reply.is_deleted) == (Command.STOP, True)
+
+
+def test_the_reply_of_another_job_has_no_deletion(job: dict[str, Any]) -> None:
+    assert "isDeleted" not in progress_reply(job, 2).to_wire()
 
 
 @pytest.mark.parametrize(("attempt", "command"), [(2, Command.STOP), (3, Command.NONE)])

@@ -91,10 +91,12 @@ class BucketPlace:
         return [found["path"] for page in obstore.list(self.store, prefix=prefix) for found in page]
 
 
-def claimed(location: str, *, attempt: int = 0, uid: str = "u", adopts: bool = False) -> CheckpointStore:
+def claimed(
+    location: str, *, attempt: int = 0, uid: str = "u", adopts: bool = False, adopted_uid: str | None = None
+) -> CheckpointStore:
     """Return a store that has claimed its place."""
     store = open_store(location, uid=uid, attempt=attempt)
-    store.claim(adopts=adopts)
+    store.claim(adopts=adopts, adopted_uid=adopted_uid)
     return store
 
 

@@ -176,6 +176,37 @@ def test_another_runs_checkpoints_are_adopted_on_purpose_and_stay(place: Place) 
     assert [read_at(each.location).uid for each in theirs] == ["first", "first"]
 
 
+def test_a_run_resumes_from_the_newest_checkpoint_of_the_run_that_it_adopts(place: Place) -> None:
+    first = claimed(place.root, uid="first", attempt=3)
+    theirs = [save(place, first, step) for step in (4, 8)]
+
+    found = claimed(place.root, uid="second", adopted_uid="first").resume_point(AUTO, None)
+
+    assert found is not None
+    assert (found.step, found.location) == (8, theirs[1].location)
+    later = claimed(place.root, uid="second", attempt=1).resume_point(AUTO, None)
+    assert later == found, "later attempts need no permission"
+    with pytest.raises(ForeignFilesError, match="uid second"):
+        save(place, first, 12)
+
+
+@pytest.mark.parametrize("adopted_uid", ["true", "third", "unknown"])
+def test_only_the_named_run_is_adopted_and_the_refusal_names_the_remedy(place: Place, adopted_uid: str) -> None:
+    save(place, claimed(place.root, uid="first"), 4)
+
+    with pytest.raises(ForeignFilesError, match=r"ppojob\.dev/adopt-checkpoints=first and run it again"):
+        claimed(place.root, uid="second", adopted_uid=adopted_uid)
+
+
+def test_checkpoints_without_an_owner_are_adopted_as_unknown(place: Place) -> None:
+    newest = save(place, claimed(place.root), 4)
+    place.remove(f"{place.root}/{place.owner}")
+
+    with pytest.raises(ForeignFilesError, match=r"ppojob\.dev/adopt-checkpoints=unknown"):
+        claimed(place.root, uid="second")
+    assert claimed(place.root, uid="second", adopted_uid="unknown").resume_point(AUTO, None) == newest
+
+
 def test_a_run_whose_checkpoints_were_adopted_can_save_no_more(place: Place) -> None:
     first = claimed(place.root, uid="first")
     newest = save(place, first, 4)

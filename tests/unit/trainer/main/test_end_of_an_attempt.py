@@ -13,6 +13,7 @@ import pytest
 from ppojob_trainer.checkpoints import FencedOutError, open_store
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import run as run_module
+from ppojob_trainer.main.monitor import JobDeletedError
 from ppojob_trainer.main.run import _Attempt
 from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError
 from ppojob_trainer.worker_groups.survivors import NO_SURVIVORS, Names, Survivors
@@ -131,6 +132,14 @@ def test_an_attempt_that_is_fenced_out_leaves_them_before_the_newer_one_has_clai
     story = run(storage, FencedOutError(str(storage), attempt=3, newer=4))
 
     assert (story.ended, story.is_end_said) == (OTHERS, False)
+
+
+def test_a_deleted_job_leaves_nothing_though_another_attempt_seems_to_follow(storage: Path) -> None:
+    open_store(str(storage), uid="uid", attempt=4).claim()
+
+    story = run(storage, JobDeletedError("the PPOJob was deleted"))
+
+    assert (story.ended, story.is_end_said) == (ALL, True)
 
 
 def test_storage_that_cannot_be_read_keeps_nothing(tmp_path: Path) -> None:

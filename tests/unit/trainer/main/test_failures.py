@@ -26,6 +26,7 @@ from ppojob_trainer.main.failures import JobFailedError, JobFileMissingError, fa
 from ppojob_trainer.rewards import RewardFunctionError, RewardImportError, RewardTimeoutError
 from ppojob_trainer.worker_groups.errors import (
     CallTimeoutError,
+    HookFailedError,
     PoolNotPlacedError,
     WorkerFailedError,
     WorkerLostError,
@@ -93,6 +94,32 @@ def test_a_failure_in_the_driver_has_the_same_name(error: Exception, reason: str
 
     assert (record.reason, record.kind) == (reason, kind)
     assert str(error) in record.message
+
+
+@pytest.mark.parametrize(
+    ("role", "named"),
+    [
+        ("critic", "critic"),
+        ("rollout_critic", "rollout"),
+        ("rollout_gpu_holder", "rollout"),
+        ("reward_model", "reward"),
+        ("my-judge", "my-judge"),
+    ],
+)
+def test_the_role_of_a_process_is_in_the_record_by_its_name_in_the_spec(role: str, named: str) -> None:
+    of_process = WorkerFailedError(f"{role} rank 2 failed in load: whatever").of(role)
+    of_process.__cause__ = ValueError("whatever")
+    of_hook = HookFailedError("a hook failed")
+    of_hook.__cause__ = of_process
+
+    for error in (of_process, of_hook, WorkerLostError(f"{role} rank 2 was lost").of(role)):
+        assert failure_record(error).role == named
+
+
+def test_the_role_of_a_phase_is_in_the_record_and_the_driver_has_none() -> None:
+    assert failure_record(PhaseTimeoutError("gen", "rollout", 30)).role == "rollout"
+    assert failure_record(ValueError("of the driver")).role is None
+    assert "role" not in failure_record(FencedOutError("f", attempt=1, newer=2)).to_wire()
 
 
 def test_a_phase_that_takes_too_long_names_phase_and_role() -> None:

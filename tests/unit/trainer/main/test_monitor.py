@@ -14,7 +14,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.main import monitor as monitor_module
-from ppojob_trainer.main.monitor import Monitor
+from ppojob_trainer.main.monitor import JobDeletedError, Monitor
 from ppojob_trainer.telemetry import RunFiles, TrackedRun
 
 RAW: dict[str, Any] = {
@@ -34,6 +34,8 @@ class FakeReporter:
 
     def __init__(self, reporting: Reporting) -> None:
         self.fenced_out = threading.Event()
+        self.is_job_deleted = False
+        self.is_closed = False
         self.reply = ProgressReply()
         self.reports: list[ProgressReport] = []
         self.was_urgent = False
@@ -46,6 +48,7 @@ class FakeReporter:
         self.was_urgent = now
 
     def close(self) -> bool:
+        self.is_closed = True
         return True
 
 
@@ -143,6 +146,41 @@ async def test_a_pod_that_is_being_deleted_stops_the_run(
     assert RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the hook sees that the run has ended"
     monitor_of(tmp_path, threading.Event()).start()
     assert not RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the next attempt runs"
+
+
+async def test_a_deleted_job_ends_at_once_when_its_pods_are_deleted(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.start()
+    RunFiles(tmp_path).terminating("x-1a2b3").touch()
+    await watched(monitor, lambda: monitor.is_stopping)
+    assert reporter.was_urgent, "the operator's answer says whether the job was deleted"
+
+    reporter.is_job_deleted = True
+    with pytest.raises(JobDeletedError, match="without a checkpoint"):
+        await watched(monitor, lambda: False)
+
+    monitor.close()
+    assert not reporter.is_closed, "nobody waits for the last report"
+
+
+async def test_a_deleted_job_whose_pods_are_kept_trains_on(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    reporter.is_job_deleted = True
+
+    with pytest.raises(TimeoutError):
+        await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.6)
+
+
+async def test_a_job_that_another_one_has_replaced_leaves_nothing(tmp_path: Path, reporter: FakeReporter) -> None:
+    monitor = monitor_of(tmp_path, threading.Event())
+    reporter.is_job_deleted = True
+    reporter.fenced_out.set()
+
+    with pytest.raises(JobDeletedError):
+        await watched(monitor, lambda: False)
 
 
 async def test_a_storage_that_fails_stops_nothing(

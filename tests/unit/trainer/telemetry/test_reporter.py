@@ -165,6 +165,40 @@ def test_other_refusals_do_not_fence_out(endpoint: Any, start: Start, wait_until
     assert not reporter.fenced_out.is_set()
 
 
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (404, '{"reason": "JobNotFound", "message": "there is no PPOJob n/x"}'),
+        (409, '{"reason": "OtherObject", "message": "another one has its name"}'),
+        (200, '{"command": "Stop", "isDeleted": true}'),
+    ],
+)
+def test_the_deletion_of_the_job_is_in_the_answer(
+    endpoint: Any, start: Start, wait_until: Wait, status: int, answer: str
+) -> None:
+    reporter = start(endpoint.reporting)
+    endpoint.status, endpoint.answer = status, answer
+
+    reporter.update(_report(), now=True)
+
+    wait_until(lambda: reporter.is_job_deleted, "the deletion")
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"), [(404, "Not Found"), (404, "[]"), (401, '{"reason": "Unauthenticated"}'), (200, "{}")]
+)
+def test_other_answers_say_nothing_of_a_deletion(
+    endpoint: Any, start: Start, wait_until: Wait, status: int, answer: str
+) -> None:
+    reporter = start(endpoint.reporting)
+    endpoint.status, endpoint.answer = status, answer
+
+    reporter.update(_report(), now=True)
+
+    wait_until(lambda: len(endpoint.reports) >= 2, "the second report")
+    assert not reporter.is_job_deleted
+
+
 def test_the_last_report_is_sent_at_once(endpoint: Any, start: Start) -> None:
     reporter = start(endpoint.reporting.model_copy(update={"interval_seconds": 600}))
     reporter.update(_report(8))

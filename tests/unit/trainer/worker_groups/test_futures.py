@@ -13,7 +13,12 @@ from torch.distributed import DistBackendError
 from ppojob_api.v1alpha1.reference import field_reference
 from ppojob_trainer.engines.errors import RolloutMemoryError
 from ppojob_trainer.worker_groups import futures, memory
-from ppojob_trainer.worker_groups.errors import WorkerFailedError, WorkerLostError, WorkerOutOfMemoryError
+from ppojob_trainer.worker_groups.errors import (
+    WorkerFailedError,
+    WorkerGroupError,
+    WorkerLostError,
+    WorkerOutOfMemoryError,
+)
 from ppojob_trainer.worker_groups.futures import Future, Origin
 
 RAYS_PAGE = (
@@ -94,12 +99,13 @@ OF_NCCL = r"actor rank 0 ran out of memory during update_actor \(Cuda failure 2 
     ],
 )
 async def test_a_failure_is_reported_with_role_rank_and_method(
-    error: Exception, kind: type[Exception], words: str
+    error: Exception, kind: type[WorkerGroupError], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as raised:
         await future_of(answer(error))
 
     assert "\n" not in str(raised.value)
+    assert raised.value.role == "actor"
 
 
 def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:

@@ -139,7 +139,7 @@ class ElasticRolloutGroup(RolloutGroup):
             if not isinstance(error.__cause__, ObjectLostError):
                 raise
             words = f"{self._group.role} rank {rank} was lost before its responses were copied: {error}"
-            raise WorkerLostError(words) from error.__cause__
+            raise WorkerLostError(words).of(self._group.role) from error.__cause__
 
     async def begin_load(self) -> None:
         """Start the engines of the nodes that are there."""
