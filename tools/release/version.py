@@ -67,6 +67,6 @@ def changes_of(version: str, changelog: str) -> list[Change]:
         elif found and section == version and line.startswith("  "):
             found[-1] = Change(found[-1].kind, f"{found[-1].description} {line.strip()}")
     if not has_section or not found:
-        heading = f"## [{version}]" + (" - YYYY-MM-DD" if is_dated else "")
-        raise ReleaseError(f"CHANGELOG.md has no changes of {version}: add a section `{heading}`")
+        wanted = f"## [{version}]" + (" - YYYY-MM-DD" if is_dated else "")
+        raise ReleaseError(f"CHANGELOG.md has no changes of {version}: add a section `{wanted}`")
     return found

@@ -33,9 +33,11 @@ class ChangingExtension(WeightReceiverExtension):
         """Change a weight of the next push."""
         self._is_changing = self.rank == 1
 
-    def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _ppojob_reload(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]], *, is_partial: bool = False
+    ) -> None:
         is_changing, self._is_changing = getattr(self, "_is_changing", False), False
-        super()._ppojob_reload(version, changed(tensors) if is_changing else tensors)
+        super()._ppojob_reload(version, changed(tensors) if is_changing else tensors, is_partial=is_partial)
 
 
 class DroppingExtension(WeightReceiverExtension):

@@ -114,7 +114,9 @@ def job_of(root: Path, raw: dict[str, Any]) -> JobFile:
 def finish(root: Path, raw: dict[str, Any], attempt: int = 0, steps: int | None = None) -> Run:
     """Run a job in this process to its end; `steps` is the end of a job with totalEpochs."""
     job = job_of(root, raw)
-    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(steps or job.spec.trainer.total_steps, True)
+    last = steps or job.spec.trainer.total_steps
+    assert last is not None
+    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(last, True)
     return Run(root)
 
 
