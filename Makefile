@@ -81,10 +81,10 @@ format: install ## Format the code and fix what ruff can fix.
 	$(VENV)/bin/ruff format .
 
 .PHONY: types
-types: install ## Check the types (mypy, strict), those of the tests' fakes too.
+types: install ## Check the types (mypy, strict), those of the tests too.
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.site --package tools.suite
-	$(VENV)/bin/mypy --explicit-package-bases tests/unit
+	$(VENV)/bin/mypy --explicit-package-bases tests/unit tests/integration tests/e2e
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).

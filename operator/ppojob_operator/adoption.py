@@ -9,10 +9,10 @@ released.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from time import monotonic
 
 from ppojob_api.v1alpha1.status import OperatorStatus
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_operator import ownership
 from ppojob_operator.api_server import ApiError, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
@@ -30,7 +30,7 @@ _LEASE_SECONDS = 10.0
 
 def own_identity(settings: Settings) -> OperatorStatus:
     """Return the identity of this operator. All replicas of a release share it."""
-    return OperatorStatus(namespace=settings.namespace, lease=settings.lease_name, version=version("ppojob"))
+    return OperatorStatus(namespace=settings.namespace, lease=settings.lease_name, version=own_version())
 
 
 @dataclass

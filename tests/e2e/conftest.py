@@ -74,8 +74,8 @@ class Site:
 
     def _ppo(self, arguments: Sequence[str]) -> tuple[list[str | Path], dict[str, str]]:
         path = f"{self.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}"
-        command = [Path(sys.executable).with_name("kubectl-ppo"), *arguments, f"--namespace={self.namespace}"]
-        return command, {"KUBECONFIG": str(self.cluster.kubeconfig), "PATH": path}
+        command: list[str | Path] = [Path(sys.executable).with_name("kubectl-ppo"), *arguments]
+        return [*command, f"--namespace={self.namespace}"], {"KUBECONFIG": str(self.cluster.kubeconfig), "PATH": path}
 
     def apply(self, name: str, changes: dict[str, Any]) -> None:
         """Apply the first example under another name, with the trainer's image and the changes merged in."""
@@ -191,7 +191,7 @@ def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> No
 
 
 def _helm(cluster: RunningCluster, namespace: str, *arguments: str) -> None:
-    command = [cluster.layout.bin / "helm", f"--namespace={namespace}", *arguments]
+    command: list[str | Path] = [cluster.layout.bin / "helm", f"--namespace={namespace}", *arguments]
     run(command, limit=240, environment={"KUBECONFIG": str(cluster.kubeconfig)})
 
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE, Reason
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.spec_warnings import spec_warnings
 from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.commands.describe import describe
 from ppojob_trainer.commands.manifest import Manifest, ManifestError, OnlyTemplatesError, load, problems
 
@@ -273,7 +273,7 @@ def hold(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(installed_version("ppojob"))
+    typer.echo(own_version())
 
 
 def main() -> None:

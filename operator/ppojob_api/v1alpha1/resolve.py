@@ -19,6 +19,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.sources import Source
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import DEFAULT_STALENESS, Overlap, ResumePolicy, ScheduleMode, ScheduleSpec
+from ppojob_api.v1alpha1.versions import unsupported_pair
 
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName", "templateRef")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
@@ -116,12 +117,14 @@ class JobFile(ApiModel):
             reader: version of the program that reads it, for the error.
 
         Raises:
-            OtherVersionError: the spec has fields or values that this version does not know: fields would have no
-                effect.
+            OtherVersionError: operator and reader are too far apart, or the spec has fields or values that this
+                version does not know: fields would have no effect.
             ValidationError: it is not a job.
         """
         raw = json.loads(text)
         writer = raw.get("version") or "unknown"
+        if problem := unsupported_pair(operator=writer, trainer=reader):
+            raise OtherVersionError(problem)
         try:
             PPOJobSpec.model_validate(raw["spec"])
         except ValidationError as error:

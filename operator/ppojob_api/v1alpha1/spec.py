@@ -38,7 +38,7 @@ class PPOJobSpec(ApiModel):
         str,
         spelled(
             r"^[a-zA-Z0-9][-a-zA-Z0-9._:/@]*$",
-            "must be the name of an image, such as registry.example/team/ppojob-trainer:0.2.0",
+            "must be the name of an image, such as registry.example/team/ppojob-trainer:0.3.0-dev",
             max_length=1024,
         ),
     ]

@@ -14,6 +14,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from ppojob_api.v1alpha1.progress import Activity, FetchReport, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.versions import unsupported_pair
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
 from ppojob_operator.status_server import refusals
@@ -49,12 +50,14 @@ class Intake:
         writer: ProgressWriter,
         *,
         write_limit_seconds: float,
+        version: str,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         self._port = port
         self._authenticator = authenticator
         self._writer = writer
         self._write_limit = write_limit_seconds
+        self._version = version
         self._clock = clock
 
     async def identify(self, authorization: str | None, namespace: str, name: str, source: str) -> Caller:
@@ -80,6 +83,9 @@ class Intake:
         # A deleted job is reported before the account is checked: another job of its name may have another account.
         current = _check_attempt(_check_job(job, key), key, report)
         self._authenticator.check_sender(sender, key, current)
+        # Trainers before 0.3 do not report their version.
+        if report.trainer_version and (problem := unsupported_pair(self._version, report.trainer_version)):
+            raise refusals.unsupported_version(problem)
         is_last = report.activity is Activity.FINISHED
         order = order_of(report)
         newest = max(newest_order(current), self._writer.newest(key))

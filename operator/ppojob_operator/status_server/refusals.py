@@ -74,6 +74,11 @@ def stale_report(job: str, reported: int, newest: int) -> Refusal:
     return Refusal(422, "StaleReport", message)
 
 
+def unsupported_version(problem: str) -> Refusal:
+    """Return the answer to a trainer whose version is too far from the operator's. It stops no trainer."""
+    return Refusal(422, "UnsupportedVersion", problem)
+
+
 def job_finished(job: str, condition: str) -> Refusal:
     """Return the answer where the job is over."""
     message = f"PPOJob {job} is {condition} and accepts no more reports: stop the trainer"

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from ppojob_api.v1alpha1.progress import REPORT_PATH
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.certificate_store import CertificateStore, FolderSource, SecretSource
@@ -67,6 +68,7 @@ class StatusServer:
             Authenticator(port, reviews, service_account_name, fetch_job_name),
             self._writer,
             write_limit_seconds=limit,
+            version=own_version(),
             clock=clock,
         )
         self._count_closed = metrics.count_closed_connection

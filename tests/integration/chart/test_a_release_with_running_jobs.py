@@ -81,6 +81,15 @@ def edit(kubectl: Any, jobs: Jobs, job: str, cluster: str) -> None:
         assert words in said["message"]
 
 
+def replaced(before: OperatorProcess, after: OperatorProcess, jobs: Jobs) -> OperatorProcess:
+    """Start the next operator as the Deployment does it, before the other one goes, and let it look at the jobs."""
+    after.start()
+    assert before.stop() == 0, before.log.read_text()
+    jobs.wait_until(after.leads, limit=90)
+    time.sleep(REST_SECONDS)
+    return after
+
+
 @pytest.fixture
 def _alone(cluster: Any) -> Iterator[None]:
     with operators.paused(cluster):
@@ -88,7 +97,7 @@ def _alone(cluster: Any) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_an_upgrade_under_an_operator_that_runs_leaves_jobs_and_their_clusters_alone(
+def test_an_upgrade_and_a_rollback_under_an_operator_that_runs_leave_jobs_and_their_clusters_alone(
     kubectl: Any, tmp_path: Path
 ) -> None:
     helm(kubectl.namespace, "install", NAME, str(CHART), *values(kubectl, **{"crds.install": "false"}))
@@ -104,25 +113,25 @@ def test_an_upgrade_under_an_operator_that_runs_leaves_jobs_and_their_clusters_a
 
     more = {"crds.install": "false", "logFormat": "JSON", "logLevel": "DEBUG"}
     helm(kubectl.namespace, "upgrade", NAME, str(CHART), *values(kubectl, **more))
-    new = operator_of(kubectl, tmp_path / "new")
-    # As the Deployment does it: the new pod comes before the old one goes.
-    new.start()
-    assert old.stop() == 0, old.log.read_text()
-    jobs.wait_until(new.leads, limit=90)
-    time.sleep(REST_SECONDS)
+    new = replaced(old, operator_of(kubectl, tmp_path / "new"), jobs)
+    upgraded = objects_of(kubectl, job)
+    # The page's command, but for the names.
+    helm(kubectl.namespace, "rollback", NAME, "--wait")
+    back = replaced(new, operator_of(kubectl, tmp_path / "back"), jobs)
     after, status = objects_of(kubectl, job), jobs.status(job)
-    log = new.log.read_text()
-    assert new.stop() == 0, log
+    logs = [new.log.read_text(), back.log.read_text()]
+    assert back.stop() == 0, logs[1]
     helm(kubectl.namespace, "uninstall", NAME, "--wait")
     left = objects_of(kubectl, job)
 
     # Made, edited, restored: and then nobody wrote it again.
     assert before[f"RayCluster/{cluster}"][1] == 3
-    assert before == after
+    assert before == upgraded == after
     assert (status["attempt"], status["rayCluster"]["name"]) == (0, cluster)
     assert "lastFailure" not in status
-    assert all(json.loads(line)["level"] for line in log.splitlines())
-    assert Reason.CLUSTER_RESTORED not in log
+    assert all(json.loads(line)["level"] for line in logs[0].splitlines())
+    assert not logs[1].startswith("{"), "the rollback restored the release's values"
+    assert Reason.CLUSTER_RESTORED not in "".join(logs)
     # The operator goes, and what trains goes on.
     assert left == before
     kubectl("delete", "ppojob", job)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
@@ -149,11 +149,11 @@ def swapped_boxes(senders: Sequence[Any]) -> Iterator[None]:
             bucket = replace(bucket, specs=tuple(specs))
         pack(bucket, buffer, index, tensor)
 
-    Bucket.pack = swapped  # type: ignore[method-assign]
+    cast("Any", Bucket).pack = swapped
     try:
         yield
     finally:
-        Bucket.pack = pack  # type: ignore[method-assign]
+        cast("Any", Bucket).pack = pack
 
 
 async def scenario(path: str, options: RolloutOptions, backends: Sequence[str]) -> dict[str, Any]:

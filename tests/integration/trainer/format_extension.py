@@ -1,4 +1,4 @@
-"""What the tests' workers of vLLM have in addition: the bytes of a model's weights by format, and a defect."""
+"""What the tests' workers of vLLM have in addition: the bytes of a model's weights by format, and two defects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ppojob_trainer.engines.rollout.quantized_read_back import quantized_layers
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
+from ppojob_trainer.engines.weights.receiver import WeightStream
 
 
 class FormatExtension(WeightReceiverExtension):
@@ -32,9 +33,20 @@ class ChangingExtension(WeightReceiverExtension):
         """Change a weight of the next push."""
         self._is_changing = self.rank == 1
 
-    def _ppojob_reload(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _ppojob_reload(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]], *, is_partial: bool = False
+    ) -> None:
         is_changing, self._is_changing = getattr(self, "_is_changing", False), False
-        super()._ppojob_reload(version, changed(tensors) if is_changing else tensors)
+        super()._ppojob_reload(version, changed(tensors) if is_changing else tensors, is_partial=is_partial)
+
+
+class DroppingExtension(WeightReceiverExtension):
+    """Receives each push, with a receipt as if it had loaded it, and loads nothing."""
+
+    def _ppojob_load(self, version: int, stream: WeightStream) -> tuple[bool, None]:
+        for _ in stream:
+            pass
+        return True, None
 
 
 def changed(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -231,7 +231,7 @@ def other_weights(path: str) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in new.parameters():
-            parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
     return old, new
 
 

@@ -1,4 +1,4 @@
-"""Replicas that lose their engine in the middle of a generation, after some responses were reported.
+"""Replicas that lose their engine in the middle of a generation, after some responses were reported, or each push.
 
 A worker's process must be able to import them.
 """
@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,6 +104,16 @@ class LosesIdleVllm(RolloutWorker):
             check()
 
         cast("Any", self._engine).check = after_a_kill
+
+
+class LosesPushes(RolloutWorker):
+    """Its engine receives the weights of each push and keeps those of the model's folder."""
+
+    def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
+        super().__init__(context, spec, pool)
+        extension = {"worker_extension_cls": "tests.integration.trainer.format_extension.DroppingExtension"}
+        options = self._engine.options
+        self._engine.options = replace(options, engine_args={**options.engine_args, **extension})
 
 
 def kill_children() -> None:

@@ -34,5 +34,5 @@ def write_reward_model(folder: Path) -> Path:
         num_labels=1,
         initializer_range=0.2,
     )
-    LlamaForSequenceClassification(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForSequenceClassification(config).bfloat16().save_pretrained(folder)
     return folder

@@ -47,7 +47,8 @@ LIMIT_S = 900.0
 SAME_MODEL = 5e-3
 """Largest `training/rollout_probs_diff_mean` of a rollout that has the actor's weights.
 
-It gets them in bfloat16: the runs here show 0.002 to 0.003, and 0.04 to 0.06 where no weights are pushed.
+It gets them in bfloat16: the runs here show 0.002 to 0.003, and 0.04 to 0.06 where no weights are pushed
+(`test_a_push_that_changes_nothing_exceeds_the_limit`).
 """
 PROGRAM = "from ppojob_trainer.cli import main; main()"
 
@@ -113,7 +114,9 @@ def job_of(root: Path, raw: dict[str, Any]) -> JobFile:
 def finish(root: Path, raw: dict[str, Any], attempt: int = 0, steps: int | None = None) -> Run:
     """Run a job in this process to its end; `steps` is the end of a job with totalEpochs."""
     job = job_of(root, raw)
-    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(steps or job.spec.trainer.total_steps, True)
+    last = steps or job.spec.trainer.total_steps
+    assert last is not None
+    assert run_job(job, attempt=attempt, stop=threading.Event()) == Outcome(last, True)
     return Run(root)
 
 

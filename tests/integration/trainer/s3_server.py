@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.store import S3Store
@@ -55,7 +56,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
     python = OwnEnvironment("servers", "s3", REQUIREMENTS).python()
     port = server_port()
     log = folder / "s3.log"
-    command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command: list[str | Path] = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables(), cwd=folder)
     try:
@@ -68,7 +69,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
 
 
 def _server_at(url: str) -> S3Server:
-    known = {"access_key_id": "known", "secret_access_key": "hidden-secret", "region": "us-east-1"}
+    known: Any = {"access_key_id": "known", "secret_access_key": "hidden-secret", "region": "us-east-1"}
     return S3Server(url, S3Store(BUCKET, endpoint=url, client_options={"allow_http": True}, config=known))
 
 

@@ -68,7 +68,7 @@ def seen_by_transformers(folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     tokens = tokenizer(prompt, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     written = model.generate(**tokens, max_new_tokens=NUM_TOKENS, do_sample=False)
     return {"prompt": prompt, "written": written[0, tokens["input_ids"].shape[1] :].tolist()}
 
@@ -76,7 +76,7 @@ def seen_by_transformers(folder: Path) -> dict[str, Any]:
 def seen_by_vllm(folder: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=str(folder), dtype="float32", enforce_eager=True, max_model_len=64, seed=0)
+    engine: Any = LLM(model=str(folder), dtype="float32", enforce_eager=True, max_model_len=64, seed=0)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     [answer] = engine.chat([QUESTION], sampling)
     tokenizer = engine.get_tokenizer()

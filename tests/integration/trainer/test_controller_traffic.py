@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray._private.serialization import SerializationContext
@@ -36,6 +36,7 @@ from ppojob_trainer.worker_groups.roles.reward import RewardWorker
 from ppojob_trainer.worker_groups.roles.trained import join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup, _Connection
 from ppojob_trainer.worker_groups.table import Table
+from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from tests.integration.trainer.runs import TASK, job_of, spec_of
 from tests.integration.trainer.traffic_workers import (
     READ_BY_ACTOR,
@@ -139,7 +140,9 @@ async def make_ready(groups: Groups) -> None:
     assert groups.critic is not None
     assert groups.reward.function is not None
     await wait_until_up(groups.all())
-    meeting = (join(group.group) for group in (groups.actor, groups.critic, *groups.own_refs.values()))
+    references = [ref.group for ref in groups.own_refs.values()]
+    members: list[WorkerGroup[Any]] = [groups.actor.group, groups.critic.group, *references]
+    meeting = [join(group) for group in members]
     loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
     await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
     await groups.rollout.begin_load()
@@ -162,6 +165,10 @@ async def one_step(ppo: PPO[Table], step: int, length: int) -> Prepared[Table]:
     return prepared
 
 
+def rollout_of(groups: Groups) -> WorkerGroup[ColumnRollout]:
+    return cast("WorkerGroup[ColumnRollout]", groups.rollout.group)
+
+
 def controller_of(groups: Groups, spec: PPOJobSpec) -> PPO[Table]:
     return PPO(
         groups.ports(),
@@ -173,7 +180,7 @@ def controller_of(groups: Groups, spec: PPOJobSpec) -> PPO[Table]:
 
 
 async def measured(groups: Groups, spec: PPOJobSpec, length: int, monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    await groups.rollout.group.call(ColumnRollout.answer_with, length)
+    await rollout_of(groups).call(ColumnRollout.answer_with, length)
     ppo = controller_of(groups, spec)
     # Ray sends what it sends once for each function and class, the first time.
     await one_step(ppo, 1, length)
@@ -198,7 +205,7 @@ async def test_bytes_through_the_controller_do_not_grow_with_the_sequences(
 async def test_the_counter_sees_a_column_that_is_fetched(
     groups: Groups, spec: PPOJobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await groups.rollout.group.call(ColumnRollout.answer_with, LONG)
+    await rollout_of(groups).call(ColumnRollout.answer_with, LONG)
     prepared = await one_step(controller_of(groups, spec), 1, LONG)
 
     with counted(monkeypatch) as traffic:

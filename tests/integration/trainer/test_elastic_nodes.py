@@ -115,7 +115,7 @@ class Prompts:
         columns = {
             Keys.PROMPT_IDS: Ragged.from_rows([[prompt + 1] for prompt in prompts], torch.int32),
         }
-        others = {
+        others: dict[str, list[Any]] = {
             Keys.UID: [str(prompt) for prompt in prompts],
             Keys.SAMPLE_INDEX: [row % NUM_SAMPLES for row in range(len(prompts))],
         }
@@ -189,7 +189,7 @@ async def made(folder: Path) -> Run:
     rollout = Watched(job, "spot", NodesOfPool(job, "spot"), start, none, data.keep)
     await rollout.begin_load()
     await rollout.load()
-    weights = WeightsGroup(actor, [rollout], job)
+    weights = WeightsGroup(cast("Any", actor), [rollout], job)
     await weights.connect()
     unused = cast("Any", None)
     ports = Ports(data, rollout, unused, None, {}, unused, unused, weights)

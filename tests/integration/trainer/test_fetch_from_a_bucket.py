@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -32,7 +33,7 @@ def _filled(server: S3Server) -> None:
 
 
 def job_of(storage: Path, model: str, data: str = f"s3://{BUCKET}/data/train.jsonl") -> JobFile:
-    changes = {
+    changes: dict[tuple[str | int, ...], Any] = {
         ("spec", "model", "actor", "path"): model,
         ("spec", "data", "train"): {"files": {"paths": [data]}},
         ("spec", "storage", "mountPath"): str(storage),

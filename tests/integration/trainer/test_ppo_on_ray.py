@@ -21,8 +21,10 @@ from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_operator.status_server import OperatorMetrics
 from ppojob_trainer.controller.loop import Outcome
+from ppojob_trainer.main import groups as groups_module
 from ppojob_trainer.main import run_job
 from ppojob_trainer.telemetry.sinks.prometheus import series_of
+from tests.integration.trainer.lost_engines import LosesPushes
 from tests.integration.trainer.runs import (
     ONE_POOL,
     SAME_MODEL,
@@ -79,6 +81,27 @@ def test_trainer_and_rollout_compute_the_same_model_after_every_push(undisturbed
     difference = {step: undisturbed.records[step]["training/rollout_probs_diff_mean"] for step in range(1, STEPS + 1)}
     assert {step: value for step, value in difference.items() if not value < SAME_MODEL} == {}
     assert undisturbed.records[2]["actor/reward_kl_penalty"] != 0
+
+
+def test_a_push_that_changes_nothing_exceeds_the_limit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipts agree, so only the difference of the probabilities shows it. The rates are those of the other runs."""
+    monkeypatch.setattr(groups_module, "RolloutWorker", LosesPushes)
+    raw = spec_of(
+        model,
+        algorithm={"advantageEstimator": "GRPO"},
+        rollout={"samplesPerPrompt": 2},
+        pools=[{"name": "one", "gpusPerNode": 1}],
+        placement={"actor": "one"},
+        trainer={"totalSteps": 2, "validateEverySteps": 0},
+        checkpoint={"everySteps": 0, "export": "Never"},
+    )
+
+    records = finish(tmp_path, raw).records
+
+    found = [records[step]["training/rollout_probs_diff_mean"] for step in (1, 2)]
+    assert found[0] < SAME_MODEL < found[1], found
 
 
 def test_phases_of_two_pools_overlap(undisturbed: Run) -> None:

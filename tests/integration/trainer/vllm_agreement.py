@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
@@ -38,7 +38,7 @@ class Trainer:
 def chat_prompts(path: str) -> list[list[int]]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     questions = [f"What is {number} + {number + 1}?" for number in range(NUM_PROMPTS)]
     return [
         tokenizer.apply_chat_template(
@@ -71,7 +71,7 @@ def make_trainer(path: str, device: Device, backend: str, dtype: str, **policy_o
 
     parallel = init_process_group(device, 0, ParallelDims(), listen("127.0.0.1", LIMIT_SECONDS), LIMIT_SECONDS)
     policy = make_policy(path, parallel, dtype, **policy_options)
-    plan = LinkPlan(0, backend, (0,))
+    plan = LinkPlan(0, cast("Any", backend), (0,))
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 
 

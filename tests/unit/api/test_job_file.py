@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from packaging.version import Version
 
 from ppojob_api.v1alpha1.resolve import JobFile, OtherVersionError, Reporting, resolve
 from ppojob_api.v1alpha1.training import ResumePolicy
 from ppojob_api.v1alpha1.validation import parse_manifest
+from ppojob_api.v1alpha1.versions import semantic_version
 from tests.bad_specs import GOOD, with_changes
 
 
@@ -64,14 +66,14 @@ def test_defaults_are_left_out_so_that_older_trainers_do_not_meet_them() -> None
 
 
 def test_a_trainer_that_does_not_know_a_field_names_it_and_both_versions() -> None:
-    raw = json.loads(_job().encode()) | {"version": "0.9.0"}
+    raw = json.loads(_job().encode()) | {"version": "0.4.0"}
     raw["spec"].setdefault("actor", {})["newField"] = 1
 
     with pytest.raises(OtherVersionError) as refused:
-        JobFile.decode(json.dumps(raw), reader="0.2.0")
+        JobFile.decode(json.dumps(raw), reader="0.3.0")
 
     assert str(refused.value) == (
-        "this trainer has version 0.2.0 and does not know spec.actor.newField, which the operator (version 0.9.0) sent"
+        "this trainer has version 0.3.0 and does not know spec.actor.newField, which the operator (version 0.4.0) sent"
         ": use a trainer image of the operator's version, or remove the fields"
     )
 
@@ -80,4 +82,45 @@ def test_what_a_newer_operator_says_outside_the_spec_is_ignored() -> None:
     raw = json.loads(_job().encode()) | {"colour": "blue"}
     raw["reporting"]["colour"] = "blue"
 
-    assert JobFile.decode(json.dumps(raw), reader="0.2.0") == _job()
+    assert JobFile.decode(json.dumps(raw), reader="0.3.0") == _job()
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("0.3.0", "0.5.0"), ("0.5.0", "0.3.0"), ("0.5.0-dev", "0.3.9"), ("1.3.0", "0.3.0"), ("0.3.0", "1.3.0")],
+)
+def test_versions_that_are_further_apart_than_one_minor_version_are_refused_with_both(writer: str, reader: str) -> None:
+    raw = json.loads(_job().encode()) | {"version": writer}
+
+    with pytest.raises(OtherVersionError) as refused:
+        JobFile.decode(json.dumps(raw), reader=reader)
+
+    assert str(refused.value) == (
+        f"the operator has version {writer} and the trainer {reader}: they may differ by one minor version; use a "
+        "trainer image of the operator's version"
+    )
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("0.3.0", "0.3.0"), ("0.3.0", "0.4.0"), ("0.4.0", "0.3.0"), ("0.3.0", "0.4.0-dev"), ("0.10.0", "0.9.0"),
+        ("of-a-fork", "0.3.0"), (None, "0.9.0"),
+    ],
+)  # fmt: skip
+def test_the_version_before_and_the_one_after_are_supported(writer: str | None, reader: str) -> None:
+    raw = json.loads(_job().encode()) | ({} if writer is None else {"version": writer})
+
+    assert JobFile.decode(json.dumps(raw), reader=reader) == _job().model_copy(update={"version": writer})
+
+
+@pytest.mark.parametrize(
+    ("installed", "spelled"),
+    [
+        ("0.3.0", "0.3.0"), ("0.3.0.dev0", "0.3.0-dev"), ("0.3.0.dev10", "0.3.0-dev.10"), ("0.3.0rc1", "0.3.0-rc.1"),
+        ("0.30.0", "0.30.0"),
+    ],
+)  # fmt: skip
+def test_a_version_is_spelled_as_chart_and_images_spell_it(installed: str, spelled: str) -> None:
+    assert semantic_version(installed) == spelled
+    assert str(Version(spelled)) == installed

@@ -12,6 +12,7 @@ from tests.contracts import COMPATIBLE, FOLDER, INCOMPATIBLE, VERSIONS, messages
 from tests.golden.golden_manifests import GOLDEN
 from tests.unit.release.test_version import VERSION
 from tools.release.contract import KINDS, record
+from tools.release.version import newest_release
 
 
 def jobs(versions: Any) -> list[Path]:
@@ -31,8 +32,10 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def test_there_are_files_of_the_version_before_and_of_those_that_are_read() -> None:
-    assert VERSION in VERSIONS, "run `make contract` and commit tests/contracts"
+def test_there_are_files_of_the_newest_release_and_of_those_that_are_read() -> None:
+    newest = newest_release(Path("CHANGELOG.md").read_text())
+    assert newest in VERSIONS, "run `make contract` and commit tests/contracts"
+    assert VERSION not in INCOMPATIBLE
     assert COMPATIBLE
     assert set(VERSIONS) >= INCOMPATIBLE
     assert all(jobs([version]) for version in VERSIONS)

@@ -200,7 +200,7 @@ def test_the_trainer_does_not_see_the_template() -> None:
     text = JobFile(namespace="n", name="j", uid="u", root="/data", spec=resolve(spec)).encode()
 
     assert "templateRef" not in text
-    assert JobFile.decode(text, reader="0.2.0").spec.image == "trainer:1"
+    assert JobFile.decode(text, reader="0.3.0").spec.image == "trainer:1"
 
 
 @pytest.mark.parametrize("bad", BAD_TOGETHER, ids=lambda bad: bad.name)

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 from tests.unit.release.test_version import VERSION
 from tools.release.__main__ import _tool, release
 from tools.release.version import IMAGES, PROJECT, ReleaseError
+
+IN_PYTHON = str(Version(VERSION))
+"""Python's spelling, in the names of wheel and sdist: 0.3.0.dev0 for 0.3.0-dev."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -87,7 +91,7 @@ def test_a_release_has_its_files_and_their_sums(released: Path) -> None:
     sums = dict(line.split("  ")[::-1] for line in (released / "SHA256SUMS").read_text().splitlines())
 
     assert names == {
-        f"ppojob-{VERSION}.tar.gz", f"ppojob-{VERSION}-py3-none-any.whl", f"ppojob-{VERSION}.tgz", "images.txt",
+        f"ppojob-{IN_PYTHON}.tar.gz", f"ppojob-{IN_PYTHON}-py3-none-any.whl", f"ppojob-{VERSION}.tgz", "images.txt",
         "SHA256SUMS",
     }  # fmt: skip
     assert sums == {name: hashlib.sha256((released / name).read_bytes()).hexdigest() for name in names - {"SHA256SUMS"}}
@@ -101,7 +105,7 @@ def test_the_same_commit_gives_the_same_bytes(released: Path, tmp_path: Path) ->
 
 
 def test_the_sdist_has_the_packages_and_nothing_else(released: Path) -> None:
-    with tarfile.open(released / f"ppojob-{VERSION}.tar.gz") as archive:
+    with tarfile.open(released / f"ppojob-{IN_PYTHON}.tar.gz") as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     tops = {"/".join(name.split("/")[:2]) for name in names}
 
@@ -115,14 +119,14 @@ def test_the_sdist_has_the_packages_and_nothing_else(released: Path) -> None:
 def test_the_wheel_has_all_modules_and_the_license(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = message_from_bytes(archive.read(f"ppojob-{VERSION}.dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(f"ppojob-{IN_PYTHON}.dist-info/METADATA"))
     ours = [path.relative_to(root).as_posix() for root in (PROJECT / "operator", PROJECT / "trainer_image")
             for path in root.glob("ppojob_*/**/*.py")]  # fmt: skip
 
     assert {name for name in names if name.endswith(".py")} == set(ours)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("License-File") == ["LICENSE"]
-    assert f"ppojob-{VERSION}.dist-info/licenses/LICENSE" in names
+    assert f"ppojob-{IN_PYTHON}.dist-info/licenses/LICENSE" in names
     assert "Apache License" in (PROJECT / "LICENSE").read_text()
 
 

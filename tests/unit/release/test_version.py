@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
+from ppojob_api.v1alpha1.versions import own_version
 from tests.architecture.test_words import tree
-from tools.release.version import IMAGES, Change, ReleaseError, changes_of, project_version
+from tools.release.version import (
+    IMAGES,
+    Change,
+    ReleaseError,
+    changes_of,
+    is_development,
+    newest_release,
+    project_version,
+)
 
 VERSION = project_version(Path("pyproject.toml").read_text())
 IMAGE_TAG = re.compile(r"ppojob-(?:operator|trainer(?:-cuda)?):(\d+\.\d+\.\d+[\w.-]*)")
@@ -17,7 +27,8 @@ OTHERS = ("tests/unit/", "CHANGELOG.md")
 
 
 def test_the_installed_package_has_it() -> None:
-    assert installed_version("ppojob") == VERSION
+    assert installed_version("ppojob") == str(Version(VERSION)), "call make install"
+    assert own_version() == VERSION
 
 
 def test_the_chart_has_it_twice() -> None:
@@ -30,10 +41,22 @@ def test_the_changelog_has_its_changes() -> None:
     assert changes_of(VERSION, Path("CHANGELOG.md").read_text())
 
 
-def test_its_minor_version_is_the_supported_one() -> None:
+def test_the_next_version_is_newer_than_the_newest_release() -> None:
+    """Else a message of the operator could name one version for both sides that do not work together."""
+    newest = Version(newest_release(Path("CHANGELOG.md").read_text()))
+
+    assert Version(VERSION) > newest if is_development(VERSION) else Version(VERSION) == newest
+
+
+def test_it_is_a_version_of_helm_and_the_tag_of_an_image_too() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(-(dev|rc)(\.[1-9]\d*)?)?", VERSION)
+
+
+def test_the_minor_version_of_the_newest_release_is_the_supported_one() -> None:
+    newest = newest_release(Path("CHANGELOG.md").read_text())
     supported = re.findall(r"^\| ([\d.]+) \| yes \|$", Path("SECURITY.md").read_text(), re.MULTILINE)
 
-    assert supported == [VERSION.rpartition(".")[0]]
+    assert supported == [newest.rpartition(".")[0]]
 
 
 def test_every_image_of_ours_that_is_named_has_its_tag() -> None:
@@ -83,6 +106,8 @@ CHANGELOG = """
 def test_changes_are_read_by_version_and_kind() -> None:
     assert changes_of("1.1.0", CHANGELOG) == [Change("added", "A thing over two lines."), Change("fixed", "Another.")]
     assert changes_of("1.0.0", CHANGELOG) == [Change("added", "The start.")]
+    assert changes_of("1.2.0-dev", CHANGELOG) == [Change("added", "Something later.")]
+    assert newest_release(CHANGELOG) == "1.1.0"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +116,7 @@ def test_changes_are_read_by_version_and_kind() -> None:
         ("1.2.0", CHANGELOG, r"no changes of 1\.2\.0: add a section `## \[1\.2\.0\] - YYYY-MM-DD`"),
         ("1.1.0", CHANGELOG.replace(" - 2026-01-02", ""), r"no changes of 1\.1\.0"),
         ("Unreleased", CHANGELOG, "no changes of Unreleased"),
+        ("1.1.0-dev", CHANGELOG.replace("## [Unreleased]", "## [1.1.1]"), "no changes of Unreleased"),
         ("1.0.0", CHANGELOG.replace("- The start.", ""), r"no changes of 1\.0\.0"),
         ("1.0.0", CHANGELOG.replace("Fixed", "Mended").replace("1.1.0", "1.0.0", 1), "is below 'Mended'"),
     ],

@@ -17,13 +17,13 @@ import signal
 import sys
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from ppojob_api.v1alpha1.constants import CONFIG_MOUNT_PATH, JOB_FILE
 from ppojob_api.v1alpha1.progress import FailureRecord
 from ppojob_api.v1alpha1.resolve import JobFile, driver_log
 from ppojob_api.v1alpha1.secrecy import secret_values
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.main.failures import JobFileMissingError, failure_record, interrupted
 from ppojob_trainer.main.run import run_job
 from ppojob_trainer.telemetry import OutputTee, configure_logging, redacted, tee_output
@@ -91,7 +91,7 @@ def wait_for_job(path: Path, digest: str, timeout_s: float, stop: threading.Even
         if path.is_file():
             text = path.read_text(encoding="utf-8")
             if JobFile.digest(text) == digest:
-                return JobFile.decode(text, reader=version("ppojob"))
+                return JobFile.decode(text, reader=own_version())
             seen = f"the file there has the hash {JobFile.digest(text)}"
         # Not stop.wait(): the signal handler sets it in this thread and would deadlock on the lock that wait() holds.
         time.sleep(1.0)

@@ -8,11 +8,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from ppojob_api.v1alpha1.constants import STATUS_METRICS
 from ppojob_api.v1alpha1.progress import Activity, PoolReport, ProgressReport
 from ppojob_api.v1alpha1.reported import CheckpointStatus, LayoutAdvice, StepChecks, UploadFailure
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.telemetry.eta import Eta
 from ppojob_trainer.telemetry.records import Record
 
@@ -122,7 +122,7 @@ class RunProgress:
             upload_failure=self._upload_failure,
             recommendation=self._recommendation,
             layout_advice=self._layout_advice,
-            trainer_version=version("ppojob"),
+            trainer_version=own_version(),
         )
 
     def _record(self, step: int, metrics: Mapping[str, float], now: float) -> None:

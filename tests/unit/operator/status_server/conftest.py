@@ -22,6 +22,7 @@ from tests.ports import server_port
 KEY = JobIdentity("rl-team", "arithmetic", "uid-1")
 CLUSTER = "arithmetic-1a2b3"
 SOURCE = "10.0.0.1"
+OPERATOR_VERSION = "0.3.0"
 Send = Callable[..., Awaitable[ProgressReply]]
 
 
@@ -235,7 +236,9 @@ def send(cluster: Any, clock: Clock, writer: ProgressWriter, report: dict[str, A
     reviews = TokenReviews(cluster, cache_seconds=60, clock=clock)
     authenticator = Authenticator(cluster, reviews, lambda job: f"{job}-trainer", lambda job: f"{job}-fetch")
     arrival = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
-    intake = Intake(cluster, authenticator, writer, write_limit_seconds=0.2, clock=lambda: arrival)
+    intake = Intake(
+        cluster, authenticator, writer, write_limit_seconds=0.2, version=OPERATOR_VERSION, clock=lambda: arrival
+    )
 
     async def send(
         namespace: str = "rl-team",

@@ -69,9 +69,8 @@ def writer(cluster: Any) -> ProgressWriter:
 def intake(cluster: Any, writer: ProgressWriter) -> Intake:
     reviews = TokenReviews(cluster, cache_seconds=60)
     names = (lambda job: f"{job}-trainer", lambda job: f"{job}-fetch")
-    return Intake(
-        cluster, Authenticator(cluster, reviews, *names), writer, write_limit_seconds=0.2, clock=lambda: ARRIVAL
-    )
+    authenticator = Authenticator(cluster, reviews, *names)
+    return Intake(cluster, authenticator, writer, write_limit_seconds=0.2, version="0.3.0", clock=lambda: ARRIVAL)
 
 
 @pytest.fixture

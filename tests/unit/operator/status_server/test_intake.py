@@ -9,7 +9,7 @@ from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.status_server import JobIdentity
 from ppojob_operator.status_server.intake import parse_report
 from ppojob_operator.status_server.writer import ProgressWriter
-from tests.unit.operator.status_server.conftest import Send, refusal_of
+from tests.unit.operator.status_server.conftest import OPERATOR_VERSION, Send, refusal_of
 
 
 async def test_a_good_report_is_kept_for_the_status_and_answered(
@@ -31,12 +31,35 @@ async def test_a_newer_trainer_may_report_what_this_operator_does_not_know(
 ) -> None:
     checkpoint = {"step": 1, "path": "/x", "time": "2026-01-31T12:00:00Z", "shards": 8}
 
-    await send(newField=1, checkpoint=checkpoint, trainerVersion="0.9.0")
+    await send(newField=1, checkpoint=checkpoint, trainerVersion="0.4.0")
 
     assert await writer.flush(1) == 0
     [(_, status)] = cluster.writes
     assert status["checkpoint"]["step"] == 1
-    assert status["progress"]["trainerVersion"] == "0.9.0"
+    assert status["progress"]["trainerVersion"] == "0.4.0"
+
+
+@pytest.mark.parametrize("trainer", ["0.1.0", "0.5.0", "1.3.0"])
+async def test_a_report_of_a_version_that_is_not_supported_is_refused_with_both(
+    send: Send, cluster: Any, writer: ProgressWriter, trainer: str
+) -> None:
+    refusal = await refusal_of(send(trainerVersion=trainer))
+
+    assert (refusal.status, refusal.reason) == (422, "UnsupportedVersion"), "the trainer continues"
+    assert f"the operator has version {OPERATOR_VERSION} and the trainer {trainer}" in refusal.message
+    assert await writer.flush(1) == 0
+    assert cluster.writes == []
+
+
+@pytest.mark.parametrize("trainer", [None, "0.2.0", "0.3.0-dev", "0.4.1"])
+async def test_a_report_of_the_same_version_or_the_next_or_the_one_before_is_taken(
+    send: Send, cluster: Any, writer: ProgressWriter, trainer: str | None
+) -> None:
+    await send(trainerVersion=trainer)
+
+    assert await writer.flush(1) == 0
+    [(_, status)] = cluster.writes
+    assert status["progress"].get("trainerVersion") == trainer
 
 
 def advice(**changes: int) -> dict[str, Any]:

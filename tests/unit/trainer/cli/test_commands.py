@@ -7,13 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.cli import app
 from tests.bad_specs import GOOD, with_changes
 
@@ -333,7 +333,7 @@ def test_a_model_that_nobody_packaged_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    assert _ppojob("version").stdout == f"{version('ppojob')}\n"
+    assert _ppojob("version").stdout == f"{own_version()}\n"
 
 
 def test_help_names_every_command() -> None:

@@ -1,6 +1,7 @@
 """What a report carries, over a run and after a restart."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES, Activity
 from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize, StepChecks, UploadFailure
 from ppojob_trainer.telemetry import RunProgress
 from ppojob_trainer.telemetry.records import Record
+from tools.release.version import project_version
 
 START = 1_700_000_000.0
 
@@ -35,6 +37,11 @@ def test_a_run_that_loads_has_done_no_step(progress: RunProgress) -> None:
 
     assert (report.uid, report.attempt, report.activity, report.step, report.total_steps) == ("u", 2, "Loading", 0, 8)
     assert (report.eta_seconds, report.reward, report.first_step_time) == (None, None, None)
+
+
+def test_every_report_has_the_version_of_the_trainer(progress: RunProgress) -> None:
+    """The operator refuses other versions by it, and shows it beside its own."""
+    assert progress.report().trainer_version == project_version(Path("pyproject.toml").read_text())
 
 
 def test_a_step_gives_reward_metrics_pools_and_time_left(progress: RunProgress, clock: _Clock) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 from ppojob_api.v1alpha1.constants import NAME_MAX_LENGTH
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
 from ppojob_api.v1alpha1.sources import is_repository_name
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.commands.convert.algorithm_parts import (
     clipping,
     dynamic_sampling,
@@ -288,7 +288,7 @@ def trackers(draft: Draft) -> None:
 
 def cluster(draft: Draft) -> None:
     """What verl does not know of."""
-    draft.values["image"] = f"ppojob-trainer-cuda:{version('ppojob')}"
+    draft.values["image"] = f"ppojob-trainer-cuda:{own_version()}"
     draft.values["storage.claimName"] = "ppojob-data"
     draft.values["storage.mountPath"] = MOUNT
     draft.to_fill.append(("image", "the trainer's image in your registry"))

@@ -15,12 +15,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 from ppojob_api.v1alpha1.progress import FETCH_REFUSED_EXIT_CODE, fetch_url
 from ppojob_api.v1alpha1.resolve import JobFile, OtherVersionError
 from ppojob_api.v1alpha1.secrecy import secret_values
+from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.commands.fetch.errors import FetchError, FetchRefusedError
 from ppojob_trainer.commands.fetch.fetching import State, fetch_all
 from ppojob_trainer.commands.fetch.report import report_of, watched
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Pods of other namespaces share the storage by its group.
     os.umask(0o002)
     try:
-        job = JobFile.decode(options.job.read_text(), reader=version("ppojob"))
+        job = JobFile.decode(options.job.read_text(), reader=own_version())
     except OtherVersionError as error:
         logger.error("%s", error)
         _write(options.termination_message, str(error))
