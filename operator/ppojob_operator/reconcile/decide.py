@@ -67,9 +67,9 @@ def _missing_observation(a: Assessment) -> Plan | None:
     """Return the plan for an observation without which the event is not known, else None."""
     if a.state not in WITH_TRAINER or a.job.is_deleting or a.accepted.status != "True":
         return None
-    if a.observed.dry_run is None and a.situation.desired is not None and layout.is_stop_due(a.situation):
-        # Before the trainer is stopped: a rejected RayCluster would leave the job without pods.
-        return Plan(dry_run=layout.next_cluster(a.situation, a.situation.desired))
+    if a.observed.dry_run is None and a.is_trial_due:
+        # A rejected RayCluster would leave the job without pods.
+        return Plan(dry_run=layout.next_cluster(a.situation))
     if a.complete or not attempts.is_log_needed(a.situation):
         return None
     has_ended = a.deadline is not None or a.failure is not None

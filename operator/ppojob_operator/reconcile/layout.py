@@ -57,9 +57,27 @@ def is_stop_due(situation: Situation) -> bool:
     return runs and bool(change(situation)) and needs_other_pods(situation)
 
 
-def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
+def is_trial_due(situation: Situation, *, is_over: bool) -> bool:
+    """Return whether the API server must try the layout of the spec.
+
+    That is due before a running trainer is stopped for it, when it is edited during a stop, and before the next attempt
+    gets it: a stop takes minutes, in which a class may be deleted. A suspended job needs none.
+
+    is_over: the trainer has ended, or its grace period is over.
+    """
+    if situation.open_stop is None:
+        return is_stop_due(situation)
+    if situation.spec.run_policy.suspend or not change(situation) or not needs_other_pods(situation):
+        return False
+    applied = situation.condition(Condition.LAYOUT_APPLIED)
+    is_tried = applied is not None and applied.observed_generation == situation.job.generation
+    return is_over or not is_tried or (applied is not None and applied.status == "Unknown")
+
+
+def next_cluster(situation: Situation) -> Manifest:
     """Return the RayCluster of the next attempt."""
-    job = situation.job
+    job, desired = situation.job, situation.desired
+    assert desired is not None
     secret = situation.observed.surroundings.dashboard_key
     name = naming.cluster_name(job.key.name, job.uid, situation.attempt + 1, secret)
     return ray_cluster(desired, job.key, job.uid, name, [node.name for node in situation.status.avoided_nodes])
