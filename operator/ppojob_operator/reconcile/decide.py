@@ -198,7 +198,7 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
     # A refused deletion is shown until nothing is left to delete.
     ended = {} if clusters else recovered(a.job, Finding("False", verdict.reason, verdict.message))
     plan = _with_conditions(a, ended, {}) if ended else Plan()
-    expiry = deadlines.expiry(a.job.spec, a.job.status)
+    expiry = deadlines.expiry(a.job)
     left = None if expiry is None else (expiry - a.now).total_seconds()
     return replace(plan, delete_clusters=clusters, requeue_after=left)
 

@@ -207,7 +207,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.DELETED: lambda a: a.job.is_deleting,
     Event.RETRY_REQUESTED: lambda a: retry.is_requested(a.job) and not a.retry_refusal,
     Event.RETRY_REFUSED: lambda a: retry.is_requested(a.job),
-    Event.EXPIRED: lambda a: (expiry := deadlines.expiry(a.job.spec, a.job.status)) is not None and a.now >= expiry,
+    Event.EXPIRED: lambda a: (expiry := deadlines.expiry(a.job)) is not None and a.now >= expiry,
     Event.ENDED: lambda a: True,
     Event.NOT_ACCEPTED: lambda a: a.accepted.status != "True" and not a.has_started,
     Event.REFUSED: lambda a: _is_refused(a, is_started=True),
