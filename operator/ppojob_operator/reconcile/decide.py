@@ -51,7 +51,7 @@ _VERDICTS = (Condition.COMPLETE, Condition.FAILED)
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     """Return the plan for a job from what was observed."""
-    a = Assessment(job, observed, now)
+    a = Assessment(job, layout.with_own_fields(job, observed), now)
     row = TRANSITIONS[a.state]
     if missing := _missing_observation(a):
         return missing

@@ -9,7 +9,7 @@ recommendation for an earlier attempt is never applied, because an attempt is re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
@@ -19,9 +19,9 @@ from ppojob_api.v1alpha1.reported import LayoutAdvice
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import EffectivePool
-from ppojob_operator.manifests import naming
+from ppojob_operator.manifests import naming, own_fields
 from ppojob_operator.manifests.ray_cluster import ray_cluster
-from ppojob_operator.plan import EventRecord, Job, Manifest
+from ppojob_operator.plan import EventRecord, Job, Manifest, Observed
 from ppojob_operator.reading import with_nodes
 from ppojob_operator.reconcile.situation import Finding, Situation
 
@@ -33,6 +33,17 @@ def spec_in_force(job: Job) -> PPOJobSpec | None:
     if isinstance(job.spec, PPOJobSpec) and job.status.ray_cluster is None:
         return job.spec
     return job.effective or (job.spec if isinstance(job.spec, PPOJobSpec) else None)
+
+
+def with_own_fields(job: Job, observed: Observed) -> Observed:
+    """Return what was observed, with the user's fields in the API server's words about merged pods."""
+    spec = spec_in_force(job)
+    words, error = observed.dry_run, observed.last_error
+    if words and isinstance(job.spec, PPOJobSpec):
+        words = own_fields.with_own_fields(words, job.spec, job.key, job.uid)
+    if error and spec is not None:
+        error = own_fields.with_own_fields(error, spec, job.key, job.uid)
+    return replace(observed, dry_run=words, last_error=error) if words or error else observed
 
 
 def change(situation: Situation) -> str:

@@ -185,6 +185,13 @@ def test_a_cluster_that_the_api_server_refuses_says_so() -> None:
     assert "field not declared" in world.condition(Condition.POOLS_READY).message
 
 
+def test_a_refused_cluster_names_the_users_item_by_its_place_in_the_users_template() -> None:
+    world = World(head={"podTemplate": {"spec": {"containers": [{"name": "logs"}]}}})
+    world.see(last_error="Invalid; see spec.head.podTemplate.spec.containers[1].image of the PPOJob").look()
+
+    assert "see spec.head.podTemplate.spec.containers[0].image of" in world.condition(Condition.POOLS_READY).message
+
+
 def test_a_suspended_cluster_says_so() -> None:
     world = World().settle().see(clusters=(Cluster(first_cluster(), is_suspended=True),))
 
