@@ -222,7 +222,8 @@ def _read_spec(
 
 def _ttl(wire: Mapping[str, Any]) -> int | None:
     """Return ttlSecondsAfterFinished of a spec that may be invalid. None: it has none, or an invalid one."""
-    policy = wire.get("runPolicy")
+    # An API server sends no spec that is not an object, but the webhook reads what anybody sends.
+    policy = wire.get("runPolicy") if isinstance(wire, Mapping) else None
     given = {name: policy[name] for name in (_TTL,) if name in policy} if isinstance(policy, Mapping) else {}
     try:
         return RunPolicy.model_validate(given).ttl_seconds_after_finished
