@@ -150,7 +150,7 @@ class Cluster:
         """
         for trial in trials(cluster):
             try:
-                if trial.template:
+                if trial.group is not None:
                     namespace = trial.manifest["metadata"]["namespace"]
                     answer = await self._api.call("POST", _PODS, namespace, body=trial.manifest, query=_DRY_RUN)
                 else:

@@ -57,6 +57,8 @@ class Job:
     """The template that the spec names. None: it names none."""
     template: PinnedTemplate | None = None
     """The template that completes the spec. None: the spec names none, or it was not found."""
+    ttl_seconds_after_finished: int | None = None
+    """That of the run policy, also if the rest of the spec is invalid. None: the finished job is never deleted."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Status fields of a newer operator that this version does not know; they are kept."""
 

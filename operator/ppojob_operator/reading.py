@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition
 from ppojob_api.v1alpha1.layout import Layout, layout_of, with_elastic_bounds, with_layout
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.rules import check
+from ppojob_api.v1alpha1.runtime import RunPolicy
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import EffectivePool, PPOJobStatus
 from ppojob_api.v1alpha1.template_reference import PinnedTemplate, TemplateRef
@@ -24,6 +27,7 @@ from ppojob_api.v1alpha1.validation import SpecError, parse_spec, with_queue
 from ppojob_operator.plan import Claim, Cluster, FetchJob, Job, JobKey, Manifest, Workload
 from ppojob_operator.times import parse_time
 
+_TTL = "ttlSecondsAfterFinished"
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 
 
@@ -53,6 +57,7 @@ def read_job(raw: Manifest, template: Manifest | None = None) -> Job:
         effective=_read_effective(wire, spec, status.effective_layout, pin),
         template_ref=ref,
         template=pin,
+        ttl_seconds_after_finished=_ttl(wire),
     )
 
 
@@ -214,6 +219,17 @@ def _read_spec(
         return raw, SpecError([]) if ref is not None else resolve(parse_spec(raw, is_accepted=is_accepted))
     except SpecError as error:
         return raw, error
+
+
+def _ttl(wire: Mapping[str, Any]) -> int | None:
+    """Return ttlSecondsAfterFinished of a spec that may be invalid. None: it has none, or an invalid one."""
+    # An API server sends no spec that is not an object, but the webhook reads what anybody sends.
+    policy = wire.get("runPolicy") if isinstance(wire, Mapping) else None
+    given = {name: policy[name] for name in (_TTL,) if name in policy} if isinstance(policy, Mapping) else {}
+    try:
+        return RunPolicy.model_validate(given).ttl_seconds_after_finished
+    except ValidationError:
+        return None
 
 
 def _read_effective(

@@ -1,4 +1,4 @@
-"""What operator and trainer of other versions send, recorded by `tools/release/contract.py` with their own code.
+"""What operator and trainer of other versions send and read, recorded by `tools/release/contract.py` with their code.
 
 | folder | of |
 |---|---|

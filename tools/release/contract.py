@@ -1,7 +1,8 @@
 """`python -m tools.release.contract`: record what operator and trainer of this version send each other.
 
 `make contract` calls it at a release. tests/contracts/VERSION gets the job.json of every example (from the golden
-ConfigMaps), and a full and a minimal message of each kind. Tests read the files of the last versions with today's code.
+ConfigMaps), a full and a minimal message of each kind, and the schemas of what the trainer reads. Tests read the files
+of the last versions with today's code, and compare what today's operator sends with the schemas.
 
 For an older version, run this file with that version's package and tree:
 `PYTHONPATH=TREE/operator python tools/release/contract.py --tree TREE --output tests/contracts/VERSION`.
@@ -21,9 +22,12 @@ import yaml
 from pydantic import BaseModel
 
 from ppojob_api.v1alpha1 import progress
+from ppojob_api.v1alpha1.resolve import JobFile
 
 KINDS = ("ProgressReport", "FetchReport", "ProgressReply", "FailureRecord")
 """Models of `ppojob_api.v1alpha1.progress`; an older version has fewer."""
+READ_BY_THE_TRAINER: tuple[type[BaseModel], ...] = (JobFile, progress.ProgressReply)
+"""Models of which an older trainer reads what a newer operator sends."""
 _TIME = "2026-01-31T12:00:00Z"
 
 
@@ -54,6 +58,19 @@ def record(tree: Path, output: Path) -> None:
         for name, is_full in (("full", True), ("least", False)):
             message = sample(model, is_full=is_full).model_dump(mode="json", by_alias=True, exclude_none=True)
             (output / f"{kind}-{name}.json").write_text(json.dumps(message, indent=1, sort_keys=True) + "\n")
+    for model in READ_BY_THE_TRAINER:
+        schema = _without_words(model.model_json_schema(by_alias=True))
+        (output / f"reader-{model.__name__}.json").write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n")
+
+
+def _without_words(node: Any) -> Any:
+    """Return a schema without its descriptions and titles. A property may have these names."""
+    if isinstance(node, list):
+        return [_without_words(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    words = {name for name in ("description", "title") if isinstance(node.get(name), str)}
+    return {name: _without_words(item) for name, item in node.items() if name not in words}
 
 
 def sample(model: type[BaseModel], *, is_full: bool) -> BaseModel:

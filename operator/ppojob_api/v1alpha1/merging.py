@@ -4,6 +4,7 @@ The operator merges users' pod templates into its own with it, and `templates.py
 names of fields only, no schema.
 """
 
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,17 @@ def is_merge_key(key: str, value: Any) -> bool:
     return isinstance(value, str)
 
 
+def identity(key: str, value: Any) -> Any:
+    """Return what two items have in common if they are the same item: the value of the key, or the folder of a path."""
+    return folder(value) if key == "mountPath" and isinstance(value, str) else value
+
+
+def folder(path: str) -> str:
+    """Return a path in a container in its shortest form: `//data/./` is /data, and so is `data` to the kubelet."""
+    # Two leading slashes mean the same as one to Linux, not to normpath.
+    return posixpath.normpath("/" + path.lstrip("/"))
+
+
 def _have_keys(name: str, items: list[Any]) -> bool:
     key = MERGE_KEYS.get(name)
     return key is not None and all(isinstance(item, Mapping) and is_merge_key(key, item.get(key)) for item in items)
@@ -71,10 +83,10 @@ def _have_keys(name: str, items: list[Any]) -> bool:
 def _merged_lists(name: str, base: list[dict[str, Any]], over: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge items with the same key in place; append the others."""
     key = MERGE_KEYS[name]
-    given = {item[key]: item for item in over}
-    known = {item[key] for item in base}
-    items = [_merged_item(name, item, given.get(item[key])) for item in base]
-    return items + [item for item in over if item[key] not in known]
+    given = {identity(key, item[key]): item for item in over}
+    known = {identity(key, item[key]) for item in base}
+    items = [_merged_item(name, item, given.get(identity(key, item[key]))) for item in base]
+    return items + [item for item in over if identity(key, item[key]) not in known]
 
 
 def _merged_item(name: str, item: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,12 +6,17 @@
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.base import Problem
+from ppojob_api.v1alpha1.merging import folder
 from ppojob_api.v1alpha1.quantities import parse_quantity
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
-_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt/ppojob", "/proc", "/sbin", "/sys", "/usr")
-"""Folders of the image and the kernel: a volume must not be mounted on or below them."""
+_SYSTEM = (
+    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt/ppojob", "/proc", "/sbin", "/sys", "/usr"),
+    constants.TOKEN_MOUNT_PATH,
+)
+"""Folders of the image, the kernel and the operator: a volume must not be mounted on or below them."""
 _SHARED = ("/", "/home", "/opt", "/run", "/tmp", "/var")
 """Folders with contents of several programs: a volume may be mounted below them, not on them."""
 
@@ -38,9 +43,8 @@ def _shared_memory_is_part_of_the_memory(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _storage_hides_nothing(spec: PPOJobSpec) -> Iterator[Problem]:
     given = spec.storage.mount_path
-    # Two leading slashes mean the same as one to Linux, not to PurePosixPath.
-    path = PurePosixPath("/" + given.lstrip("/"))
-    if ".." in path.parts or "\0" in given or ":" in given:
+    path = PurePosixPath(folder(given))
+    if ".." in PurePosixPath(given).parts or "\0" in given or ":" in given:
         yield "storage.mountPath", given, "must be a path without .., colons and NUL, such as /data"
     elif str(path) in _SHARED or any(path.is_relative_to(folder) for folder in _SYSTEM):
         yield (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ppojob_api.v1alpha1 import constants, merging
-from ppojob_api.v1alpha1.merging import INTEGER_KEYS, MERGE_KEYS, is_merge_key
+from ppojob_api.v1alpha1.merging import INTEGER_KEYS, MERGE_KEYS, folder, identity, is_merge_key
 from ppojob_api.v1alpha1.validation import FieldError
 
 Template = dict[str, Any]
@@ -88,9 +88,12 @@ def _removals_from_list(name: str, base: list[Any], value: Any, path: str) -> It
         # `_unkeyed` refuses it if the list has a key.
         yield from () if key else (FieldError(path, value, "must be a list"),)
         return
-    for index, item in enumerate(value if key else []):
+    if key is None:
+        return
+    for index, item in enumerate(value):
         for ours in base:
-            if isinstance(item, Mapping) and key in item and ours.get(key) == item[key]:
+            is_given = isinstance(item, Mapping) and key in item
+            if is_given and identity(key, ours.get(key)) == identity(key, item[key]):
                 yield from _removals(ours, item, f"{path}[{index}]")
 
 
@@ -165,9 +168,9 @@ def _ray_container_problems(base: Template, user: Mapping[str, Any], path: str) 
     for index, variable in enumerate(_items(user, "env")):
         if variable.get("name") in RESERVED_ENV:
             yield FieldError(f"{path}.env[{index}].name", variable["name"], _REMEDY_RESERVED)
-    taken = {mount["mountPath"] for mount in base["volumeMounts"]}
+    taken = {folder(mount["mountPath"]) for mount in base["volumeMounts"]}
     for index, mount in enumerate(_items(user, "volumeMounts")):
-        if mount.get("mountPath") in taken:
+        if folder(mount["mountPath"]) in taken:
             remedy = "the operator mounts a volume there: choose another path"
             yield FieldError(f"{path}.volumeMounts[{index}].mountPath", mount["mountPath"], remedy)
 

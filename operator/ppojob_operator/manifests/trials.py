@@ -9,11 +9,13 @@ right to create RayClusters, whose pods may be any.
 import re
 from dataclasses import dataclass
 
+from ppojob_operator.manifests import quotas
+from ppojob_operator.manifests.quotas import Group
 from ppojob_operator.plan import Manifest
 
-_NOT_A_REFUSAL = ("exceeded quota", "does not support dry run", "cannot create resource")
-"""The stopped RayCluster frees its quota; a webhook that knows no dry run may accept the object itself; and the
-operator may run before its Role is upgraded."""
+_NOT_A_REFUSAL = ("does not support dry run", "cannot create resource")
+"""A webhook that knows no dry run may accept the object itself; and the operator may run before its Role is
+upgraded."""
 _BEFORE_REASON = re.compile(
     r'^.*?(?:Pod "[^"]*" is invalid: |pods "[^"]*" is forbidden: |cannot be handled as a Pod: )'
 )
@@ -26,29 +28,33 @@ class Trial:
     """One object: a RayCluster to apply as a dry run, or a pod to create as one."""
 
     manifest: Manifest
-    template: str = ""
-    """Path of the pod's template in the PPOJob. Empty: the object is the RayCluster."""
+    group: Group | None = None
+    """The group of the pod. None: the object is the RayCluster."""
 
     def refusal(self, words: str) -> str:
         """Return the API server's message for the PPOJob's owner; empty: it says nothing about a later request."""
         if any(each in words for each in _NOT_A_REFUSAL):
             return ""
-        if not self.template:
+        if quotas.EXCEEDED in words:
+            # The stopped RayCluster frees its quota.
+            return quotas.excess(words, [] if self.group is None else [self.group])
+        if self.group is None:
             return words
         reason = _BEFORE_REASON.sub("", words)
-        found = _FIELD.sub(f"{self.template}.", reason)
-        return found if found != reason else f"{self.template}: {reason}"
+        if (found := quotas.with_field(reason, self.group)) != reason:
+            return found
+        template = f"{self.group.path}.podTemplate"
+        found = _FIELD.sub(f"{template}.", reason)
+        return found if found != reason else f"{template}: {reason}"
 
 
 def trials(cluster: Manifest) -> tuple[Trial, ...]:
     """Return what to try for a RayCluster: itself, and a pod of its head and of each pool."""
-    head, groups = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
-    pools = (Trial(_pod(cluster, group), f"spec.pools[{index}].podTemplate") for index, group in enumerate(groups))
-    return (Trial(cluster), Trial(_pod(cluster, head), "spec.head.podTemplate"), *pools)
+    return (Trial(cluster), *(Trial(_pod(cluster, group), group) for group in quotas.groups_of(cluster["spec"])))
 
 
-def _pod(cluster: Manifest, group: Manifest) -> Manifest:
-    template, found = group["template"], cluster["metadata"]
+def _pod(cluster: Manifest, group: Group) -> Manifest:
+    template, found = group.template, cluster["metadata"]
     # Policies may refuse pods without an owner. That of this one is the PPOJob: its RayCluster does not exist.
     of_cluster = {name: found[name] for name in ("namespace", "ownerReferences")}
     metadata = {**template["metadata"], **of_cluster, "generateName": f"{found['name']}-"}

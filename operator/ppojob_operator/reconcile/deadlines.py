@@ -10,9 +10,7 @@ from datetime import datetime, timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import FailureKind
-from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.status import PPOJobStatus
-from ppojob_api.v1alpha1.validation import SpecError
+from ppojob_operator.plan import Job
 from ppojob_operator.reconcile import images
 from ppojob_operator.reconcile.objects import Step
 from ppojob_operator.reconcile.pods import CAPACITY_REASONS, PoolsFinding
@@ -119,9 +117,7 @@ def _cause(pools: Finding, step: Step) -> str:
     return f"{cause.reason}: {cause.message}"
 
 
-def expiry(spec: PPOJobSpec | SpecError, status: PPOJobStatus) -> datetime | None:
-    """Return when the finished job is deleted; None: never, or the spec is invalid."""
-    seconds = spec.run_policy.ttl_seconds_after_finished if isinstance(spec, PPOJobSpec) else None
-    if seconds is None or status.completion_time is None:
-        return None
-    return parse_time(status.completion_time) + timedelta(seconds=seconds)
+def expiry(job: Job) -> datetime | None:
+    """Return when the finished job is deleted; None: never."""
+    seconds, ended = job.ttl_seconds_after_finished, job.status.completion_time
+    return None if seconds is None or ended is None else parse_time(ended) + timedelta(seconds=seconds)

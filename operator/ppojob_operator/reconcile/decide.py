@@ -51,7 +51,7 @@ _VERDICTS = (Condition.COMPLETE, Condition.FAILED)
 
 def decide(job: Job, observed: Observed, now: datetime) -> Plan:
     """Return the plan for a job from what was observed."""
-    a = Assessment(job, observed, now)
+    a = Assessment(job, layout.with_own_fields(job, observed), now)
     row = TRANSITIONS[a.state]
     if missing := _missing_observation(a):
         return missing
@@ -68,9 +68,9 @@ def _missing_observation(a: Assessment) -> Plan | None:
     """Return the plan for an observation without which the event is not known, else None."""
     if a.state not in WITH_TRAINER or a.job.is_deleting or a.accepted.status != "True":
         return None
-    if a.observed.dry_run is None and a.situation.desired is not None and layout.is_stop_due(a.situation):
-        # Before the trainer is stopped: a rejected RayCluster would leave the job without pods.
-        return Plan(dry_run=layout.next_cluster(a.situation, a.situation.desired))
+    if a.observed.dry_run is None and a.is_trial_due:
+        # A rejected RayCluster would leave the job without pods.
+        return Plan(dry_run=layout.next_cluster(a.situation))
     if a.complete or not attempts.is_log_needed(a.situation):
         return None
     has_ended = a.deadline is not None or a.failure is not None
@@ -199,7 +199,7 @@ def _after_the_end(a: Assessment, event: Event) -> Plan:
     # A refused deletion is shown until nothing is left to delete.
     ended = {} if clusters else recovered(a.job, Finding("False", verdict.reason, verdict.message))
     plan = _with_conditions(a, ended, {}) if ended else Plan()
-    expiry = deadlines.expiry(a.job.spec, a.job.status)
+    expiry = deadlines.expiry(a.job)
     left = None if expiry is None else (expiry - a.now).total_seconds()
     return replace(plan, delete_clusters=clusters, requeue_after=left)
 

@@ -74,7 +74,7 @@ class Assessment:
         if self._keeps_layout:
             return self._situation(self.job.effective, self.judgement.message)
         situation = self._situation(layout.spec_in_force(self.job), "")
-        if layout.is_stop_due(situation):
+        if layout.is_stop_due(situation) or self.observed.dry_run is not None:
             words = self.observed.dry_run
             return replace(situation, desired=None, refusal=words) if words else situation
         if words := layout.kept_refusal(self.job):
@@ -85,6 +85,13 @@ class Assessment:
         assert spec is not None, "a job without a valid spec is not accepted"
         desired = self.job.spec if isinstance(self.job.spec, PPOJobSpec) and not refusal else None
         return queueing.with_default_queue(Situation(self.job, spec, self.observed, self.now, desired, refusal))
+
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether the API server must try the layout of the spec, before anything else."""
+        # The log is not read yet, so how the trainer has ended is not known.
+        is_over = self.failure is not None or suspension.is_stopped(self.situation, self.failure)
+        return layout.is_trial_due(self.situation, is_over=is_over)
 
     @cached_property
     def fetch(self) -> Fetch | None:
@@ -200,7 +207,7 @@ HAS_HAPPENED: Mapping[Event, Callable[[Assessment], bool]] = {
     Event.DELETED: lambda a: a.job.is_deleting,
     Event.RETRY_REQUESTED: lambda a: retry.is_requested(a.job) and not a.retry_refusal,
     Event.RETRY_REFUSED: lambda a: retry.is_requested(a.job),
-    Event.EXPIRED: lambda a: (expiry := deadlines.expiry(a.job.spec, a.job.status)) is not None and a.now >= expiry,
+    Event.EXPIRED: lambda a: (expiry := deadlines.expiry(a.job)) is not None and a.now >= expiry,
     Event.ENDED: lambda a: True,
     Event.NOT_ACCEPTED: lambda a: a.accepted.status != "True" and not a.has_started,
     Event.REFUSED: lambda a: _is_refused(a, is_started=True),

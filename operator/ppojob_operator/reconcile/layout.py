@@ -9,7 +9,7 @@ recommendation for an earlier attempt is never applied, because an attempt is re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from ppojob_api.v1alpha1.constants import Condition, Reason
@@ -19,9 +19,9 @@ from ppojob_api.v1alpha1.reported import LayoutAdvice
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import EffectivePool
-from ppojob_operator.manifests import naming
+from ppojob_operator.manifests import naming, own_fields
 from ppojob_operator.manifests.ray_cluster import ray_cluster
-from ppojob_operator.plan import EventRecord, Job, Manifest
+from ppojob_operator.plan import EventRecord, Job, Manifest, Observed
 from ppojob_operator.reading import with_nodes
 from ppojob_operator.reconcile.situation import Finding, Situation
 
@@ -33,6 +33,17 @@ def spec_in_force(job: Job) -> PPOJobSpec | None:
     if isinstance(job.spec, PPOJobSpec) and job.status.ray_cluster is None:
         return job.spec
     return job.effective or (job.spec if isinstance(job.spec, PPOJobSpec) else None)
+
+
+def with_own_fields(job: Job, observed: Observed) -> Observed:
+    """Return what was observed, with the user's fields in the API server's words about merged pods."""
+    spec = spec_in_force(job)
+    words, error = observed.dry_run, observed.last_error
+    if words and isinstance(job.spec, PPOJobSpec):
+        words = own_fields.with_own_fields(words, job.spec, job.key, job.uid)
+    if error and spec is not None:
+        error = own_fields.with_own_fields(error, spec, job.key, job.uid)
+    return replace(observed, dry_run=words, last_error=error) if words or error else observed
 
 
 def change(situation: Situation) -> str:
@@ -57,9 +68,27 @@ def is_stop_due(situation: Situation) -> bool:
     return runs and bool(change(situation)) and needs_other_pods(situation)
 
 
-def next_cluster(situation: Situation, desired: PPOJobSpec) -> Manifest:
+def is_trial_due(situation: Situation, *, is_over: bool) -> bool:
+    """Return whether the API server must try the layout of the spec.
+
+    That is due before a running trainer is stopped for it, when it is edited during a stop, and before the next attempt
+    gets it: a stop takes minutes, in which a class may be deleted. A suspended job needs none.
+
+    is_over: the trainer has ended, or its grace period is over.
+    """
+    if situation.open_stop is None:
+        return is_stop_due(situation)
+    if situation.spec.run_policy.suspend or not change(situation) or not needs_other_pods(situation):
+        return False
+    applied = situation.condition(Condition.LAYOUT_APPLIED)
+    is_tried = applied is not None and applied.observed_generation == situation.job.generation
+    return is_over or not is_tried or (applied is not None and applied.status == "Unknown")
+
+
+def next_cluster(situation: Situation) -> Manifest:
     """Return the RayCluster of the next attempt."""
-    job = situation.job
+    job, desired = situation.job, situation.desired
+    assert desired is not None
     secret = situation.observed.surroundings.dashboard_key
     name = naming.cluster_name(job.key.name, job.uid, situation.attempt + 1, secret)
     return ray_cluster(desired, job.key, job.uid, name, [node.name for node in situation.status.avoided_nodes])

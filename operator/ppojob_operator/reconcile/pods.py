@@ -11,6 +11,7 @@ from datetime import timedelta
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.status import PoolStatus
+from ppojob_operator.manifests import quotas
 from ppojob_operator.manifests.quantity import times
 from ppojob_operator.manifests.submission import pods_digest, pods_key
 from ppojob_operator.plan import ALIVE, Cluster, Pod, RayJob, Trouble
@@ -95,6 +96,8 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     not_ready = _not_ready(situation, num_ready)
     if not_ready and cluster.problem:
         words = f"KubeRay cannot create all pods: {cluster.problem[:_MAX_WORDS]}"
+        if never := quotas.excess_of_cluster(cluster.problem, cluster.spec):
+            words = f"the pods can never run: {never}; {words}"
         troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
     if troubles:
         worst = min(troubles, key=lambda trouble: _SEVERITY.index(trouble.reason))

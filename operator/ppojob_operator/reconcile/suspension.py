@@ -54,11 +54,15 @@ def is_paused(situation: Situation) -> bool:
 
 
 def is_stopped(situation: Situation, failure: Failure | None) -> bool:
-    """Return whether a requested stop is complete, or has taken too long."""
+    """Return whether a requested stop is complete, or has taken too long.
+
+    A dry run of the next layout that is not answered is repeated until the grace period is over.
+    """
     stop = situation.open_stop
     if stop is None:
         return False
-    return _has_ended(situation, failure) or situation.now >= _deadline(situation, stop)
+    is_late = situation.now >= _deadline(situation, stop)
+    return is_late or (_has_ended(situation, failure) and not situation.observed.is_dry_run_unanswered)
 
 
 def is_graceful(situation: Situation, failure: Failure | None) -> bool:
@@ -67,7 +71,10 @@ def is_graceful(situation: Situation, failure: Failure | None) -> bool:
 
 
 def stopping(situation: Situation, found: PoolsFinding) -> Interruption:
-    """Return the changes while a trainer stops. The stop is requested now, unless it was requested before."""
+    """Return the changes while a trainer stops. The stop is requested now, unless it was requested before.
+
+    If the layout of the spec is refused, condition LayoutApplied says so instead.
+    """
     change = layout.change(situation)
     stop = situation.open_stop or _stop_request(situation)
     deadline = _deadline(situation, stop)
@@ -78,8 +85,10 @@ def stopping(situation: Situation, found: PoolsFinding) -> Interruption:
     elif stop.reason == Reason.SUSPENDING:
         findings = {Condition.SUSPENDED: Finding("False", Reason.SUSPENDING, words)}
     else:
+        findings = {}
+    if change or (not findings and not situation.refusal):
         what = f" for another layout ({change})" if change else ""
-        findings = {Condition.LAYOUT_APPLIED: Finding("False", Reason.REALLOCATING, f"{words}{what}")}
+        findings[Condition.LAYOUT_APPLIED] = Finding("False", Reason.REALLOCATING, f"{words}{what}")
     left = (deadline - situation.now) / timedelta(seconds=1)
     return Interruption(found, findings, {"stop": stop}, requeue_after=max(_SOON, min(_STOPPING_INTERVAL, left)))
 

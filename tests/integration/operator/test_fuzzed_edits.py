@@ -1,13 +1,15 @@
 """Whatever pool a running job gets: the API server rejects it, or a condition names the field, or its pods start.
 
-Each edit is taken back, so what it added is removed again. The pods are on nodes that exist only in the API server, and
-the bench's server replaces Ray's dashboard. With PPOJOB_FUZZ (`make fuzz`), all fragments of pod templates are tried,
-else some of them.
+The edits take turns: the first pool, which has the actor, the second one, and the head. Each edit is taken back, so
+what it added is removed again. The pods are on nodes that exist only in the API server, and the bench's server replaces
+Ray's dashboard. With PPOJOB_FUZZ (`make fuzz`), all fragments of pod templates are tried, else some of them.
 """
 
 import json
 import os
+from collections.abc import Iterator
 from copy import deepcopy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -40,10 +42,27 @@ EDITS: list[tuple[Keys, Any]] = [
 ]
 
 
-def patch(kubectl: Any, name: str, pools: list[dict[str, Any]]) -> bool:
-    """Replace a job's pools; return whether the API server has stored them."""
-    change = json.dumps({"spec": {"pools": pools}})
-    return bool(kubectl.run("patch", "ppojob", name, "--type=merge", f"--patch={change}").returncode == 0)
+Places = dict[str, dict[str, Any]]
+"""The sections that are edited, by their path in the spec."""
+_OF_POOLS = {"resourceClaims", "topology", "resourcesPerGPU"}
+"""Fields that a head has not."""
+
+
+def turns() -> Iterator[tuple[str, Keys, Any]]:
+    """Yield each edit with its place."""
+    for place, (path, value) in zip(cycle(("spec.pools[1]", "spec.pools[0]", "spec.head")), EDITS, strict=False):
+        is_of_a_pool = place == "spec.head" and path[0] in _OF_POOLS
+        yield "spec.pools[0]" if is_of_a_pool else place, path, value
+
+
+def patch(kubectl: Any, name: str, places: Places) -> bool:
+    """Replace a job's pools and its head; return whether the API server has stored them."""
+    # A merge patch keeps what it does not name, so the head is replaced by JSON patch.
+    change = json.dumps([
+        {"op": "replace", "path": "/spec/pools", "value": [places["spec.pools[0]"], places["spec.pools[1]"]]},
+        {"op": "replace", "path": "/spec/head", "value": places["spec.head"]},
+    ])  # fmt: skip
+    return bool(kubectl.run("patch", "ppojob", name, "--type=json", f"--patch={change}").returncode == 0)
 
 
 def judged(jobs: Any, kubectl: Any, name: str) -> dict[str, Any]:
@@ -71,29 +90,31 @@ def test_every_edit_is_refused_or_named_or_its_pods_start(
     actor = fake_pool(fake_nodes, "actor", "h200", gpusPerNode=1)
     critic = fake_pool(fake_nodes, "critic", "a100", gpusPerNode=1)
     policy = {"stopGracePeriodSeconds": 1}
-    name = jobs.create(device="CUDA", pools=[actor, critic], head=fake_head(fake_nodes), runPolicy=policy)
+    head = fake_head(fake_nodes)
+    name = jobs.create(device="CUDA", pools=[actor, critic], head=head, runPolicy=policy)
     jobs.wait_for(name, Condition.SUBMITTED, "True", Reason.TRAINER_SUBMITTED)
-    outcomes: dict[str, list[tuple[Keys, Any]]] = {"refused": [], "named": [], "started": []}
+    places: Places = {"spec.pools[0]": actor, "spec.pools[1]": critic, "spec.head": head}
+    outcomes: dict[str, list[tuple[str, Keys, Any]]] = {"refused": [], "named": [], "started": []}
 
-    for path, value in EDITS:
-        before, edited = jobs.status(name), deepcopy(critic)
-        put(edited, path, value)
-        if not patch(kubectl, name, [actor, edited]):
-            outcomes["refused"].append((path, value))
+    for place, path, value in turns():
+        before, edited = jobs.status(name), deepcopy(places)
+        put(edited[place], path, value)
+        if not patch(kubectl, name, edited):
+            outcomes["refused"].append((place, path, value))
             continue
         status = judged(jobs, kubectl, name)
         applied = condition(status, Condition.LAYOUT_APPLIED)
         if applied.get("reason") == Reason.INVALID_SPEC:
-            outcomes["named"].append((path, value))
-            assert "spec.pools[1]." in applied["message"], (path, value, applied)
-            assert status["rayCluster"]["name"] == before["rayCluster"]["name"], (path, value)
+            outcomes["named"].append((place, path, value))
+            assert f"{place}." in applied["message"], (place, path, value, applied)
+            assert status["rayCluster"]["name"] == before["rayCluster"]["name"], (place, path, value)
             assert [status.get(field) for field in ("stop", "attempt")] == [before.get("stop"), before["attempt"]]
         else:
             status = jobs.wait(name, is_settled)
             pools_ready = condition(status, Condition.POOLS_READY)
-            assert pools_ready["reason"] != Reason.PODS_REFUSED, (path, pools_ready)
-            outcomes["started"].append((path, value))
-        assert patch(kubectl, name, [actor, critic])
+            assert pools_ready["reason"] != Reason.PODS_REFUSED, (place, path, pools_ready)
+            outcomes["started"].append((place, path, value))
+        assert patch(kubectl, name, places)
         judged(jobs, kubectl, name)
         jobs.wait(name, is_settled)
 
@@ -101,5 +122,5 @@ def test_every_edit_is_refused_or_named_or_its_pods_start(
     assert "Traceback" not in log, log[log.index("Traceback") - 2_000 :][:6_000]
     for outcome, edits in outcomes.items():
         print(f"{outcome}: {len(edits)}", *edits, sep="\n  ")
-    assert outcomes["named"]
-    assert outcomes["started"]
+    for outcome in ("named", "started"):
+        assert {place for place, *_ in outcomes[outcome]} == places.keys(), outcome

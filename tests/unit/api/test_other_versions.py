@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, OtherVersionError
 from tests.contracts import COMPATIBLE, FOLDER, INCOMPATIBLE, VERSIONS, messages, with_unknown_fields
 from tests.golden.golden_manifests import GOLDEN
 from tests.unit.release.test_version import VERSION
-from tools.release.contract import KINDS, record
+from tools.release.contract import KINDS, READ_BY_THE_TRAINER, record
 from tools.release.version import newest_release
 
 
@@ -99,7 +99,8 @@ def test_the_contract_of_this_version_can_be_recorded_and_read(tmp_path: Path) -
         path.name for path in GOLDEN.iterdir() if (path / "config-map.yaml").exists()
     }
     assert {path.name for path in tmp_path.glob("*.json")} == {
-        f"{kind}-{n}.json" for kind in KINDS for n in ("full", "least")
+        *(f"{kind}-{n}.json" for kind in KINDS for n in ("full", "least")),
+        *(f"reader-{model.__name__}.json" for model in READ_BY_THE_TRAINER),
     }
     for path in (tmp_path / "jobs").iterdir():
         JobFile.decode(path.read_text(), reader=VERSION)

@@ -159,6 +159,17 @@ def test_pod_templates_are_merged_as_the_operator_merges_them_into_pods() -> Non
     }
 
 
+def test_mounts_are_merged_by_the_folder_however_its_path_is_written() -> None:
+    def pool(path: str, volume: str) -> dict[str, Any]:
+        mounts = [{"name": volume, "mountPath": path}]
+        return {"name": "a", "podTemplate": {"spec": {"containers": [{"name": "ray-worker", "volumeMounts": mounts}]}}}
+
+    found = merged({"pools": [pool("//cache/./", "mine")]}, template={"pools": [pool("/cache", "theirs")]})
+
+    [container] = found["pools"][0]["podTemplate"]["spec"]["containers"]
+    assert container["volumeMounts"] == [{"name": "mine", "mountPath": "//cache/./"}]
+
+
 def test_a_list_with_an_item_without_its_key_is_left_to_those_who_refuse_it() -> None:
     assert merged({"env": [{"value": "1"}]}, template={"env": [{"name": "A"}]})["env"] == [{"value": "1"}]
     assert merged({"env": [{"name": ["A"]}]}, template={"env": [{"name": "A"}]})["env"] == [{"name": ["A"]}]

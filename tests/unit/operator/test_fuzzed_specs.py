@@ -20,6 +20,7 @@ from ppojob_operator.plan import Claim, Job, Observed
 from ppojob_operator.reading import read_job
 from ppojob_operator.reconcile import decide
 from ppojob_operator.reconcile.acceptance import spec_problem
+from tests.fuzz.finds import FINDS, Find
 from tests.fuzz.specs import FRAGMENTS, examples, put, specs
 from tests.unit.operator.reconcile.worlds import KEY, START, SURROUNDINGS, UID
 
@@ -70,6 +71,17 @@ def test_every_fragment_of_a_pod_template_is_refused_or_keeps_what_the_trainer_n
     assert num_accepted > 20
 
 
+@pytest.mark.parametrize("find", FINDS, ids=lambda find: find.name)
+def test_what_the_fuzz_has_found_is_refused_by_its_field_or_rendered(find: Find) -> None:
+    accepted = assert_refused_or_rendered(find.spec())
+
+    if find.refused:
+        assert accepted["status"] == "False"
+        assert accepted["message"].startswith(f"spec.{find.refused}"), accepted["message"]
+    else:
+        assert accepted["status"] == "True", accepted["message"]
+
+
 @settings(
     max_examples=NUM_SPECS,
     deadline=None,
@@ -80,6 +92,11 @@ def test_every_fragment_of_a_pod_template_is_refused_or_keeps_what_the_trainer_n
 )
 @given(specs())
 def test_every_spec_is_refused_or_rendered(spec: dict[str, Any]) -> None:
+    assert_refused_or_rendered(spec)
+
+
+def assert_refused_or_rendered(spec: dict[str, Any]) -> dict[str, Any]:
+    """Reconcile a job with a spec once; return its condition Accepted."""
     job = read_job(raw_job(spec))
     name = spec["storage"].get("claimName") if isinstance(spec.get("storage"), dict) else None
     claim = Claim(name, "Bound", ("ReadWriteMany",)) if isinstance(name, str) else None
@@ -97,3 +114,4 @@ def test_every_spec_is_refused_or_rendered(spec: dict[str, Any]) -> None:
         json.dumps(plan.apply, allow_nan=False)
     else:
         assert plan.apply == ()
+    return accepted

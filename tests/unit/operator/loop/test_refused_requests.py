@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ppojob_api.v1alpha1.constants import Condition, Reason
+from ppojob_api.v1alpha1.constants import LABEL_POOL, LABEL_RAY_CLUSTER, Condition, Reason
 from ppojob_operator import loop as loop_module
 from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.loop import Hooks, Loop
-from ppojob_operator.plan import JobNetwork, Surroundings
+from ppojob_operator.plan import JobNetwork, Ray, RayJob, RayState, Submission, Surroundings
 from ppojob_operator.settings import DashboardAccess, Settings
 from ppojob_operator.status_server.metrics import OperatorMetrics
 from tests.unit.operator.fake_api_server import connected
-from tests.unit.operator.loop.memory_cluster import GOOD, SPEC, SilentDashboard
+from tests.unit.operator.loop.memory_cluster import GOOD, SPEC
 
+NO_ANSWER = 0
 CODES = (400, 401, 403, 404, 409, 413, 422, 429, 500, 503)
 QUEUED = {**SPEC, "runPolicy": {"queueName": "gpus"}}
 TEMPLATED = {**SPEC, "templateRef": {"kind": "PPOJobTemplate", "name": "team"}}
@@ -46,6 +47,10 @@ class Player:
         }
         self.version = 1
         self.refused: tuple[str, str, int] | None = None
+        """Method, resource and code. 0: there is no answer."""
+        self.only_dry_runs = False
+        """Dry runs alone are refused."""
+        self.num_dry_runs = 0
         self.events: list[dict[str, Any]] = []
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -55,8 +60,14 @@ class Player:
             method, resource, code = self.refused
             is_status = path.endswith("/status")
             found = f"{path.split('/')[1]}/status" if is_status else path.split("/")[1]
-            if (request.method, found) == (method, resource):
+            is_meant = "dryRun" in request.query or not self.only_dry_runs
+            if is_meant and (request.method, found) == (method, resource):
+                if code == NO_ANSWER:
+                    await asyncio.sleep(1)
                 return web.json_response({"message": WORDS}, status=code)
+        if "dryRun" in request.query:
+            self.num_dry_runs += 1
+            return web.json_response(json.loads(await request.text()), status=201)
         answer: dict[str, Any] | None = await getattr(self, f"_{request.method.lower()}")(path, request)
         if answer is None:
             return web.json_response({"message": f"{path} not found"}, status=404)
@@ -91,21 +102,44 @@ class Player:
         self.objects.pop(path, None)
         return {}
 
+    def start_pods(self) -> None:
+        """Let KubeRay create a Service and the pods of the job's RayCluster, which are ready."""
+        [cluster] = [each for path, each in self.objects.items() if path.startswith("/rayclusters/")]
+        cluster["status"] = {"head": {"serviceName": "good-head-svc"}}
+        for pool in ("", "actor"):
+            labels = {LABEL_RAY_CLUSTER: cluster["metadata"]["name"], **({LABEL_POOL: pool} if pool else {})}
+            metadata = {"name": f"good-{pool}", "namespace": GOOD.namespace, "labels": labels}
+            status = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+            self.objects[f"/pods/good-{pool}"] = {"metadata": metadata, "status": status}
+
     @property
     def conditions(self) -> dict[str, dict[str, Any]]:
         """The conditions of the job, by type."""
         return {each["type"]: each for each in self.objects[JOB].get("status", {}).get("conditions", [])}
 
 
+class Dashboard:
+    """Ray, which runs what it gets."""
+
+    def __init__(self) -> None:
+        self._jobs: tuple[RayJob, ...] = ()
+
+    async def list_jobs(self, address: object) -> Ray:
+        return Ray(self._jobs)
+
+    async def submit(self, address: object, submission: Submission) -> None:
+        self._jobs += (RayJob(submission.submission_id, RayState.RUNNING, metadata=submission.metadata),)
+
+
 @asynccontextmanager
-async def looping(player: Player, metrics: OperatorMetrics) -> AsyncIterator[Loop]:
+async def looping(player: Player, metrics: OperatorMetrics, timeout: float = 5.0) -> AsyncIterator[Loop]:
     """Yield a loop over the player."""
     network = JobNetwork("ppojob-system", {})
     surroundings = Surroundings("https://operator", "PEM", b"k" * 32, network)
     async with connected(player.handle) as api:
-        counted = ApiServer(api._client, timeout=5.0, count=metrics.count_api_request)
+        counted = ApiServer(api._client, timeout=timeout, count=metrics.count_api_request)
         cluster, settings = Cluster(counted, reporter="pod-1"), Settings(dashboard_access=DashboardAccess.SERVICE)
-        yield Loop(settings, cluster, SilentDashboard(), lambda key: surroundings, Hooks())  # type: ignore[arg-type]
+        yield Loop(settings, cluster, Dashboard(), lambda key: surroundings, Hooks())  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +217,60 @@ async def test_a_refused_request_is_a_condition_an_event_and_a_metric(
     assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]
     labels = {"method": method, "resource": resource, "code": str(code)}
     assert metrics.registry.get_sample_value("ppojob_api_requests_total", labels)
+
+
+DRY_RUNS = [("PATCH", "rayclusters"), ("POST", "pods")]
+UNANSWERED = (429, 503, NO_ANSWER)
+"""Codes that ask for another try, and no answer: they say nothing about the layout."""
+
+
+@pytest.mark.parametrize("code", [*CODES, NO_ANSWER])
+@pytest.mark.parametrize(("method", "resource"), DRY_RUNS)
+async def test_a_refused_dry_run_is_a_condition_an_event_and_a_metric_and_the_trainer_runs_on(
+    method: str, resource: str, code: int
+) -> None:
+    player, metrics = Player(SPEC), OperatorMetrics()
+    async with looping(player, metrics, timeout=5.0 if code else 0.2) as loop:
+        await loop.reconcile(GOOD)
+        player.start_pods()
+        for _ in range(3):
+            loop._observer.drop(GOOD)
+            await loop.reconcile(GOOD)
+        assert player.conditions[Condition.SUBMITTED]["status"] == "True"
+        before = player.objects[JOB]["status"]["rayCluster"]["name"]
+
+        player.objects[JOB]["spec"] = {**SPEC, "image": "trainer:2"}
+        player.objects[JOB]["metadata"]["generation"] = 2
+        player.refused, player.only_dry_runs = (method, resource, code), True
+        condition = await until(loop, lambda: player.conditions.get(Condition.LAYOUT_APPLIED))
+
+    is_unanswered = code in UNANSWERED
+    found = (condition["status"], condition["reason"])
+    assert found == (("Unknown", Reason.API_REQUEST_FAILED) if is_unanswered else ("False", Reason.INVALID_SPEC))
+    assert ("no answer within" if code == NO_ANSWER else WORDS) in condition["message"]
+    assert [event for event in player.events if event["message"][:900] == condition["message"][:900]]
+    labels = {"method": method, "resource": resource, "code": str(code) if code else "error"}
+    assert metrics.registry.get_sample_value("ppojob_api_requests_total", labels)
+    status = player.objects[JOB]["status"]
+    assert "stop" not in status
+    assert status["rayCluster"]["name"] == before
+    assert player.conditions[Condition.SUBMITTED]["status"] == "True"
+
+
+async def test_a_layout_whose_dry_runs_succeed_stops_the_trainer() -> None:
+    player = Player(SPEC)
+    async with looping(player, OperatorMetrics()) as loop:
+        await loop.reconcile(GOOD)
+        player.start_pods()
+        for _ in range(3):
+            loop._observer.drop(GOOD)
+            await loop.reconcile(GOOD)
+        player.objects[JOB]["spec"] = {**SPEC, "image": "trainer:2"}
+        player.objects[JOB]["metadata"]["generation"] = 2
+        await loop.reconcile(GOOD)
+
+    assert player.num_dry_runs == 3, "the RayCluster, its head and a pod of its pool"
+    assert player.objects[JOB]["status"]["stop"]["reason"] == Reason.REALLOCATING
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -213,6 +213,38 @@ def test_what_would_break_ray_is_refused_with_its_path(
     assert words in problems[0].message
 
 
+@pytest.mark.parametrize(
+    "given", ["/data/", "//data", "/data//", "/data/.", "/./data", "/data/x/..", "data", "/dev//shm/", "/etc/ppojob/"]
+)
+def test_every_spelling_of_a_folder_that_the_operator_mounts_is_refused(
+    with_template: WithTemplate, given: str
+) -> None:
+    [problem] = template_problems(
+        with_template(ray_container(volumeMounts=[{"name": "x", "mountPath": given}])), KEY, UID
+    )
+
+    path = "spec.pools[0].podTemplate.spec.containers[0].volumeMounts[0].mountPath"
+    assert str(problem) == f"{path}: {given!r}: the operator mounts a volume there: choose another path"
+
+
+@pytest.mark.parametrize("storage", ["/data/", "//data", "/data/."])
+def test_every_spelling_of_the_storages_folder_is_its_folder(make_spec: MakeSpec, storage: str) -> None:
+    pool = {"name": "actor", "gpusPerNode": 2, "podTemplate": ray_container(volumeMounts=[{"mountPath": "/data"}])}
+    given = {"claimName": "data", "mountPath": storage}
+    spec = make_spec(pools=[pool], placement={"actor": "actor"}, storage=given)
+
+    [problem] = template_problems(spec, KEY, UID)
+
+    assert "the operator mounts a volume there" in str(problem)
+
+
+@pytest.mark.parametrize("given", ["/data/cache", "/database", "/data/../cache"])
+def test_a_folder_beside_or_below_ours_is_the_users(with_template: WithTemplate, given: str) -> None:
+    mount = {"name": "cache", "mountPath": given}
+
+    assert mount in pod(with_template(ray_container(volumeMounts=[mount])))["spec"]["containers"][0]["volumeMounts"]
+
+
 def test_the_heads_template_is_checked_too(make_spec: MakeSpec) -> None:
     spec = make_spec(head={"podTemplate": {"spec": {"containers": [{"name": "ray-head", "command": ["x"]}]}}})
 

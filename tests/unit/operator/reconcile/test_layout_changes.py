@@ -288,6 +288,17 @@ def test_a_layout_that_the_api_server_refuses_leaves_the_job_alone() -> None:
     assert world.status["stop"]["reason"] == Reason.REALLOCATING
 
 
+def test_a_refusal_names_the_users_item_by_its_place_in_the_users_template() -> None:
+    world = World().run()
+    world.refusal = "spec.pools[1].podTemplate.spec.containers[1].image: Required value"
+
+    template = {"spec": {"containers": [{"name": "sidecar"}]}}
+    world.edit(pools=[ACTOR, {**CRITIC, "podTemplate": template}]).settle()
+
+    message = world.condition(Condition.LAYOUT_APPLIED).message
+    assert message.endswith("spec.pools[1].podTemplate.spec.containers[0].image: Required value")
+
+
 def test_after_such_a_refusal_a_retry_has_the_layout_before_and_the_next_trainer_tries_again() -> None:
     world = World().run()
     world.refusal = "no PriorityClass with name high was found"

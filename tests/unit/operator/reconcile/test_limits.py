@@ -182,6 +182,41 @@ def test_a_finished_job_is_deleted_when_its_time_is_over() -> None:
     assert world.is_deleted
 
 
+def failed_with(policy: object) -> World:
+    """Return a job whose stored spec is invalid, so that it has failed: an older operator accepted it."""
+    world = World().settle()
+    world.spec = {**world.spec, "placement": {"actor": "nowhere"}, "runPolicy": policy}
+    world.status.pop("effectiveLayout")
+    world.settle()
+    assert world.verdict(Condition.FAILED) == ("True", Reason.INVALID_SPEC)
+    return world
+
+
+def test_a_failed_job_whose_stored_spec_is_invalid_is_deleted_too() -> None:
+    world = failed_with({"ttlSecondsAfterFinished": 100})
+
+    assert world.wait(99).look().requeue_after == 1
+    assert not world.is_deleted
+    world.wait(1).look()
+
+    assert world.is_deleted
+
+
+@pytest.mark.parametrize("given", [None, "0", -1, True, 1.5, 2**63, [0]])
+def test_a_time_that_is_invalid_itself_deletes_nothing(given: object) -> None:
+    world = failed_with({"ttlSecondsAfterFinished": given})
+
+    plan = world.wait(10_000_000).look()
+
+    assert plan.requeue_after is None
+    assert not world.is_deleted
+
+
+@pytest.mark.parametrize("policy", [None, [], "never", {}])
+def test_a_run_policy_that_is_none_deletes_nothing(policy: object) -> None:
+    assert not failed_with(policy).wait(10_000_000).settle().is_deleted
+
+
 def test_without_a_time_a_finished_job_stays() -> None:
     world = World().run().ray_says(RayState.SUCCEEDED).settle()
 

@@ -163,6 +163,19 @@ def test_a_cluster_that_kuberay_cannot_fill_says_so_in_its_words() -> None:
     assert [manifest["kind"] for manifest in plan.apply] == ["ServiceAccount", "Secret"]
 
 
+def test_pods_that_a_quota_can_never_allow_are_named_with_their_field() -> None:
+    world = World().settle()
+    amounts = "requested: requests.memory=8Gi, used: requests.memory=0, limited: requests.memory=1Gi"
+    problem = f"FailedCreateHeadPod is forbidden: exceeded quota: team, {amounts}"
+    world.see(clusters=(Cluster(first_cluster(), problem=problem, spec=world.made[-1]["spec"]),)).look()
+
+    message = world.condition(Condition.POOLS_READY).message
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.PODS_REFUSED)
+    assert message.startswith("the pods can never run: spec.head.resources.memory: 1 pod requests requests.memory=8Gi")
+    assert message.endswith(problem)
+
+
 def test_a_cluster_that_the_api_server_refuses_says_so() -> None:
     world = World().see(last_error=".spec.workerGroupSpecs[0].template.spec.foo: field not declared in schema")
 
@@ -170,6 +183,13 @@ def test_a_cluster_that_the_api_server_refuses_says_so() -> None:
 
     assert world.verdict(Condition.POOLS_READY) == ("False", Reason.CLUSTER_REFUSED)
     assert "field not declared" in world.condition(Condition.POOLS_READY).message
+
+
+def test_a_refused_cluster_names_the_users_item_by_its_place_in_the_users_template() -> None:
+    world = World(head={"podTemplate": {"spec": {"containers": [{"name": "logs"}]}}})
+    world.see(last_error="Invalid; see spec.head.podTemplate.spec.containers[1].image of the PPOJob").look()
+
+    assert "see spec.head.podTemplate.spec.containers[0].image of" in world.condition(Condition.POOLS_READY).message
 
 
 def test_a_suspended_cluster_says_so() -> None:

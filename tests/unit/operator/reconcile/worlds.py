@@ -78,8 +78,11 @@ class World:
         """By how much the clock of the replica that takes the reports is ahead of the leader's."""
         self.log: str = ""
         self.refusal = ""
-        self.is_silent = False
         """Why the API server refuses a RayCluster in a dry run; empty: it accepts it."""
+        self.is_silent = False
+        """It does not answer dry runs; `refusal` says how."""
+        self.tried = 0
+        """Dry runs so far."""
         self.default_queue: str | None = None
         """Queue that Kueue gives to RayClusters without one. Empty: it suspends them without. None: it does neither."""
         self.is_deleting = False
@@ -208,6 +211,7 @@ class World:
             observed = replace(observed, ray=None)
         plan = decide(job, observed, self.now)
         if plan.dry_run is not None:
+            self.tried += 1
             observed = replace(observed, dry_run=self.refusal, is_dry_run_unanswered=self.is_silent)
             plan = decide(job, observed, self.now)
         assert plan.dry_run is None, "what was tried is to be tried again"
