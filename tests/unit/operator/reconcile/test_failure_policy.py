@@ -180,8 +180,10 @@ def test_a_rule_may_name_roles(roles: list[str], role: str | None, is_match: boo
 
 def test_a_role_is_known_when_its_pod_was_taken() -> None:
     world = rules({"roles": ["critic"], "action": "Fail"})
-    gone = {"disruption": DRAINED, "is_deleting": True}
-    taken = tuple(replace(pod, **gone) if pod.pool == "critic" else pod for pod in world.observed.pods)
+    taken = tuple(
+        replace(pod, disruption=DRAINED, is_deleting=True) if pod.pool == "critic" else pod
+        for pod in world.observed.pods
+    )
 
     world.see(pods=taken).trainer_fails(Reason.WORKER_LOST, FailureKind.INFRASTRUCTURE, role="critic").settle()
 
