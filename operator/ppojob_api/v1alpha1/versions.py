@@ -15,7 +15,7 @@ _PRE_RELEASE = re.compile(r"\.?(dev|rc)(\d+)$")
 def own_version() -> str:
     """Return the version of this package as chart and images have it.
 
-    Python's metadata spells versions of development and release candidates in another way.
+    Python's metadata may spell versions of development and release candidates in another way: builders differ.
     """
     return semantic_version(version("ppojob"))
 
@@ -23,7 +23,7 @@ def own_version() -> str:
 def semantic_version(installed: str) -> str:
     """Return a version of Python's metadata as semantic versioning and pyproject.toml spell it.
 
-    0.3.0.dev0 -> 0.3.0-dev, 0.3.0rc1 -> 0.3.0-rc.1, 0.3.0 -> 0.3.0.
+    0.3.0.dev0 and 0.3.0-dev -> 0.3.0-dev, 0.3.0rc1 -> 0.3.0-rc.1, 0.3.0 -> 0.3.0.
     """
     return _PRE_RELEASE.sub(r"-\1.\2", installed).removesuffix(".0") if _PRE_RELEASE.search(installed) else installed
 

@@ -27,7 +27,7 @@ OTHERS = ("tests/unit/", "CHANGELOG.md")
 
 
 def test_the_installed_package_has_it() -> None:
-    assert installed_version("ppojob") == str(Version(VERSION)), "call make install"
+    assert Version(installed_version("ppojob")) == Version(VERSION), "call make install"
     assert own_version() == VERSION
 
 
