@@ -28,6 +28,7 @@ from ppojob_operator.plan import Claim, Cluster, FetchJob, Job, JobKey, Manifest
 from ppojob_operator.times import parse_time
 
 _TTL = "ttlSecondsAfterFinished"
+_EFFECTIVE_LAYOUT = "effectiveLayout"
 _GENERATED_NAME = re.compile(r'pods "[^"]*" ')
 
 
@@ -73,7 +74,7 @@ def read_without_spec(raw: Manifest) -> Job:
         uid=metadata["uid"],
         generation=metadata["generation"],
         spec=SpecError([]),
-        status=PPOJobStatus.model_validate(raw.get("status", {}), extra="ignore"),
+        status=_read_status(raw.get("status", {})),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
         retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
@@ -81,6 +82,25 @@ def read_without_spec(raw: Manifest) -> Job:
         queue_label=queue_label(metadata),
         unknown=_unknown(raw),
     )
+
+
+def _read_status(wire: Mapping[str, Any]) -> PPOJobStatus:
+    """Return the status. That of a job that has ended is read without its layout if another version has written that:
+    nothing runs in it any more, and the rest says when the job is deleted.
+    """
+    try:
+        return PPOJobStatus.model_validate(wire, extra="ignore")
+    except ValidationError as error:
+        is_of_layout = {each["loc"][0] for each in error.errors()} == {_EFFECTIVE_LAYOUT}
+        if not is_of_layout or not _is_over(wire):
+            raise
+        rest = {name: value for name, value in wire.items() if name != _EFFECTIVE_LAYOUT}
+        return PPOJobStatus.model_validate(rest, extra="ignore")
+
+
+def _is_over(wire: Mapping[str, Any]) -> bool:
+    over = (Condition.COMPLETE, Condition.FAILED)
+    return any(each.get("type") in over and each.get("status") == "True" for each in wire.get("conditions", []))
 
 
 def requested_owner(raw: Manifest) -> str | None:

@@ -40,7 +40,7 @@ ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-request"
 ANNOTATION_RETRY = f"{GROUP}/retry-request"
 """Asks for another run of a job that has ended. Each new value is a new request, which is answered once."""
 ANNOTATION_ADOPT = f"{GROUP}/adopt-checkpoints"
-"""UID of a deleted PPOJob of the same name, or "unknown": the job resumes from the checkpoints that it has left."""
+"""UID of the PPOJob whose run wrote to the folder or address, or "unknown": the job resumes from its checkpoints."""
 MAX_REQUEST_LENGTH = 64
 """Characters of the value of a request that count."""
 

@@ -108,13 +108,15 @@ def _excess(quota: str, resource: str, asked: str, allowed: str, groups: Sequenc
     # A message without a group is about those that ask for as much; no group: about the RayCluster.
     alike = [each for each in groups if len(groups) == 1 or resource in _PODS or one in each.amounts(resource)]
     places = [(each.field(resource), each.needed) for each in alike] or [("spec.pools" if groups else _NAMESPACE, 1)]
+    if any(one * needed <= most for _, needed in places):
+        # The words may be about this group, which runs as soon as others free the quota.
+        return
     for path, needed in places:
-        if one * needed > most:
-            what = "object requests" if not groups else "pod requests" if needed == 1 else "pods request"
-            each = f"{resource}={asked}" if needed == 1 else f"{resource}={asked} each"
-            remedy = "create the job in another namespace" if path == _NAMESPACE else "lower this field"
-            reason = f"{needed} {what} {each}, and quota {quota} allows {allowed} in all"
-            yield f"{path}: {reason}: {remedy}, or raise the quota"
+        what = "object requests" if not groups else "pod requests" if needed == 1 else "pods request"
+        each = f"{resource}={asked}" if needed == 1 else f"{resource}={asked} each"
+        remedy = "create the job in another namespace" if path == _NAMESPACE else "lower this field"
+        reason = f"{needed} {what} {each}, and quota {quota} allows {allowed} in all"
+        yield f"{path}: {reason}: {remedy}, or raise the quota"
 
 
 def _amounts(words: str) -> dict[str, str]:

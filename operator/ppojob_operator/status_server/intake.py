@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from ppojob_api.v1alpha1.progress import Activity, FetchReport, ProgressReply, ProgressReport
+from ppojob_api.v1alpha1.progress import Activity, Command, FetchReport, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.versions import unsupported_pair
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
@@ -83,8 +83,12 @@ class Intake:
         # A deleted job is reported before the account is checked: another job of its name may have another account.
         current = _check_attempt(_check_job(job, key), key, report)
         self._authenticator.check_sender(sender, key, current)
+        reply = progress_reply(current, report.attempt, math.ceil(self._writer.interval))
         # Trainers before 0.3 do not report their version.
         if report.trainer_version and (problem := unsupported_pair(self._version, report.trainer_version)):
+            if reply.command is Command.STOP:
+                # A trainer that does not hear of its stop ends without a checkpoint.
+                return reply
             raise refusals.unsupported_version(problem)
         is_last = report.activity is Activity.FINISHED
         order = order_of(report)
@@ -94,7 +98,7 @@ class Intake:
         self._writer.keep(key, lambda job: progress_status(report, job, arrived), order=order, is_last=is_last)
         if is_last and not await self._writer.written(key, self._write_limit):
             raise refusals.unavailable("the last report is not written yet: send it again")
-        return progress_reply(current, report.attempt, math.ceil(self._writer.interval))
+        return reply
 
     async def receive_fetch(self, caller: Caller, body: bytes) -> ProgressReply:
         """Take one report of the pod that fetches models and data. The answer asks for nothing.

@@ -11,6 +11,7 @@ from ppojob_trainer.checkpoints.errors import (
     CheckpointUnreadableError,
     CredentialsMissingError,
     FencedOutError,
+    ForeignCheckpointError,
     ForeignFilesError,
 )
 from ppojob_trainer.checkpoints.store import CheckpointStore, last_attempt, open_store
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointUnreadableError",
     "CredentialsMissingError",
     "FencedOutError",
+    "ForeignCheckpointError",
     "ForeignFilesError",
     "last_attempt",
     "open_store",

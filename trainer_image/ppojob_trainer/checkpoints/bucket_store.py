@@ -35,6 +35,7 @@ from ppojob_trainer.checkpoints.errors import (
     BucketUnreachableError,
     CheckpointUnreadableError,
     FencedOutError,
+    ForeignCheckpointError,
     ForeignFilesError,
 )
 from ppojob_trainer.checkpoints.readers import BucketReader, newest_complete, order_of, read, read_at
@@ -165,7 +166,7 @@ class BucketStore:
     def _vacate(self, name: str, step: int) -> None:
         """Make room for a step that the same attempt writes again; the tracker must not name what is being deleted."""
         if not self._is_own(name):
-            raise self._foreign(None)
+            raise ForeignCheckpointError(self._reader.location(name))
         if self._tracker.newest == name:
             older = self.older_than(step)
             self._track(replace(self._tracker, newest=older.location.rpartition("/")[2] if older else None))

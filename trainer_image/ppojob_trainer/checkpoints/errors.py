@@ -35,6 +35,16 @@ class ForeignFilesError(RuntimeError):
         )
 
 
+class ForeignCheckpointError(RuntimeError):
+    """A checkpoint of another run has the name of one that this run is about to save."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(
+            f"{location} is a checkpoint of another run, and this run saves one of that name: move or delete it, or "
+            "set checkpoint.path to another address, and create the job again"
+        )
+
+
 class CheckpointUnreadableError(RuntimeError):
     """The checkpoint to resume from cannot be read."""
 

@@ -18,6 +18,7 @@ from ppojob_trainer.checkpoints import (
     CheckpointUnreadableError,
     CredentialsMissingError,
     FencedOutError,
+    ForeignCheckpointError,
     ForeignFilesError,
 )
 from ppojob_trainer.controller.errors import BatchNotFilledError, PhaseTimeoutError
@@ -85,6 +86,7 @@ _NAMES: tuple[tuple[type[BaseException], str, FailureKind], ...] = (
     (WorkerOutOfMemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
     (MemoryError, Reason.OUT_OF_MEMORY, FailureKind.USER),
     (CheckpointUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
+    (ForeignCheckpointError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (ForeignFilesError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (MetricsUnreadableError, Reason.CHECKPOINT_UNREADABLE, FailureKind.PERMANENT),
     (BucketRefusedError, Reason.BUCKET_REFUSED, FailureKind.PERMANENT),

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -40,6 +41,8 @@ __all__ = ["JobDeletedError", "Monitor"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_ORPHANED_AFTER_S = 120.0
+"""Kubernetes deletes a deleted job's pods within seconds. Later, a pod that was orphaned is drained."""
 
 FROM_THE_START = -1
 
@@ -63,6 +66,10 @@ class Monitor:
         self._settings = LiveSettings.of(job.spec.trainer, job.spec.checkpoint)
         self._steps_per_epoch = 0
         self._stopping = asyncio.Event()
+        # When the PPOJob was reported as deleted; whether a pod is being deleted, and that not with the PPOJob.
+        self._deleted_at: float | None = None
+        self._knows_of_pod = False
+        self._is_orphaned = False
         self._layout = layout_of(job.spec)
         self._steps: list[Mapping[str, float]] = []
         self._seen_first = False
@@ -103,7 +110,8 @@ class Monitor:
 
         Raises:
             FencedOutError: the operator reports that a newer attempt replaced this one.
-            JobDeletedError: the operator reports that the PPOJob was deleted, and a pod is being deleted.
+            JobDeletedError: the operator reports that the PPOJob was deleted, and a pod is being deleted with it. Of a
+                job that was deleted without its pods (--cascade=orphan), a drained pod stops the run gracefully.
         """
         deletion = asyncio.create_task(self._terminating_pods.detected())
         try:
@@ -119,16 +127,28 @@ class Monitor:
         if not self._stopping.is_set() and (self._stop.is_set() or is_requested or is_pod_deleted):
             logger.info("stop requested: the trainer finishes the work that cannot be dropped first")
             self._stopping.set()
-            if is_pod_deleted:
-                # The answer says whether the PPOJob was deleted, or its pods alone.
-                self._report(now=True)
         if reporter is None:
             return
-        if reporter.is_job_deleted and (is_pod_deleted or reporter.fenced_out.is_set()):
+        self._note_deletions(reporter.is_job_deleted, is_pod_deleted)
+        is_deleted_with_it = is_pod_deleted and not self._is_orphaned
+        if reporter.is_job_deleted and (is_deleted_with_it or reporter.fenced_out.is_set()):
             raise JobDeletedError("the PPOJob was deleted: the run ends at once, without a checkpoint")
         if reporter.fenced_out.is_set():
             raise FencedOutError(str(self._files.root), attempt=self._attempt, newer=self._attempt + 1)
         self._take(reporter.reply.settings)
+
+    def _note_deletions(self, is_job_deleted: bool, is_pod_deleted: bool) -> None:
+        """Note when the PPOJob was deleted, and at a pod's deletion whether it belongs to that."""
+        now = time.monotonic()
+        if not is_job_deleted:
+            self._deleted_at = None
+        elif self._deleted_at is None:
+            self._deleted_at = now
+        if is_pod_deleted and not self._knows_of_pod:
+            self._knows_of_pod = True
+            self._is_orphaned = self._deleted_at is not None and now - self._deleted_at > _ORPHANED_AFTER_S
+            # The answer says whether the PPOJob was deleted, or its pods alone.
+            self._report(now=True)
 
     def _take(self, settings: LiveSettings | None) -> None:
         if settings is None or settings == self._settings:

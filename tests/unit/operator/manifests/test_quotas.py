@@ -1,5 +1,6 @@
 """What a quota can never allow is named with its field; what may be free later is not."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,18 @@ def test_kuberays_words_about_a_worker_are_about_the_pool_that_asks_for_as_much(
     words = f"FailedCreateWorkerPod {refused(requested, 'limits.memory=0', limited)}"
 
     assert excess_of_cluster(words, cluster["spec"]).startswith(f"{path}: ")
+
+
+def test_kuberays_words_that_may_be_about_a_pool_that_can_run_say_nothing(cluster: Manifest) -> None:
+    """The quota may be about the other pool alone, by its priority class."""
+    words = f"FailedCreateWorkerPod {refused('pods=1', 'pods=1', 'pods=1')}"
+    spec = copy.deepcopy(cluster["spec"])
+
+    # Two pods of the actor's pool, and one of the critic's.
+    assert excess_of_cluster(words, spec) == ""
+    for group in spec["workerGroupSpecs"]:
+        group["minReplicas"] = 2
+    assert excess_of_cluster(words, spec).startswith("spec.pools[0].nodes: ")
 
 
 def test_the_requests_of_a_sidecar_count_towards_its_pod() -> None:

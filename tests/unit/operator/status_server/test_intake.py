@@ -51,6 +51,18 @@ async def test_a_report_of_a_version_that_is_not_supported_is_refused_with_both(
     assert cluster.writes == []
 
 
+async def test_a_stop_reaches_a_trainer_of_a_version_that_is_not_supported(
+    send: Send, cluster: Any, job: dict[str, Any], writer: ProgressWriter
+) -> None:
+    job["status"]["stop"] = {"attempt": 2, "reason": "Suspending", "time": "2026-01-31T12:00:00Z"}
+
+    reply = await send(trainerVersion="1.3.0")
+
+    assert reply.command is Command.STOP
+    assert await writer.flush(1) == 0
+    assert cluster.writes == []
+
+
 @pytest.mark.parametrize("trainer", [None, "0.2.0", "0.3.0-dev", "0.4.1"])
 async def test_a_report_of_the_same_version_or_the_next_or_the_one_before_is_taken(
     send: Send, cluster: Any, writer: ProgressWriter, trainer: str | None

@@ -22,7 +22,7 @@ from ppojob_trainer.checkpoints import (
     BucketUnreachableError,
     CredentialsMissingError,
     FencedOutError,
-    ForeignFilesError,
+    ForeignCheckpointError,
     bucket,
     open_store,
 )
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_run_under_our_name_is_refused(in_bucket: Bucket
         f"{in_bucket.root}/{in_bucket.name(4)}/manifest.json", in_bucket.text(f"{theirs.location}/manifest.json")
     )
 
-    with pytest.raises(ForeignFilesError):
+    with pytest.raises(ForeignCheckpointError, match=rf"{in_bucket.name(4)} is a checkpoint of another run"):
         store.begin(4)
 
 

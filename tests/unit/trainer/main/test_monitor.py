@@ -174,6 +174,39 @@ async def test_a_deleted_job_whose_pods_are_kept_trains_on(tmp_path: Path, repor
         await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.6)
 
 
+async def test_an_orphaned_run_saves_a_checkpoint_when_a_pod_of_it_is_drained(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    monkeypatch.setattr(monitor_module, "_ORPHANED_AFTER_S", 0.5)
+    monitor = monitor_of(tmp_path, threading.Event())
+    monitor.start()
+    reporter.is_job_deleted = True
+    with pytest.raises(TimeoutError):
+        await watched(monitor, lambda: monitor.is_stopping, timeout_s=1.2)
+    RunFiles(tmp_path).terminating("x-1a2b3").touch()
+
+    await watched(monitor, lambda: monitor.is_stopping)
+
+    with pytest.raises(TimeoutError):
+        await watched(monitor, lambda: False, timeout_s=0.6)
+
+
+async def test_a_stopping_job_asks_again_when_its_pods_are_deleted(
+    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
+    stop = threading.Event()
+    stop.set()
+    monitor = monitor_of(tmp_path, stop)
+    monitor.start()
+    await watched(monitor, lambda: monitor.is_stopping)
+    reporter.was_urgent = False
+    RunFiles(tmp_path).terminating("x-1a2b3").touch()
+
+    await watched(monitor, lambda: reporter.was_urgent)
+
+
 async def test_a_job_that_another_one_has_replaced_leaves_nothing(tmp_path: Path, reporter: FakeReporter) -> None:
     monitor = monitor_of(tmp_path, threading.Event())
     reporter.is_job_deleted = True
