@@ -125,7 +125,7 @@ def plan(
         typer.Option(
             "--network",
             metavar="GB/S",
-            help="What the network between hosts delivers for each GPU, in GB per second and direction.",
+            help="Bandwidth of the network between hosts for each GPU, in GB per second and direction.",
             show_default="that of the vendor's servers, such as 50",
             min=0.001,
         ),

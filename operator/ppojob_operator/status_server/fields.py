@@ -20,6 +20,8 @@ NO_REPORT: Order = (-1, 0)
 # What a report may not know yet, such as while the model of a new attempt is being loaded.
 _KEPT_PROGRESS = ("reward", "validationReward", "firstValidationReward", "firstStepTime")
 # What changes where a trainer gets on: it repeats its last report for as long as it lives, though it hangs.
+_ORPHAN = "orphan"
+"""Kubernetes' finalizer of an object that is deleted without those that it owns."""
 _GETS_ON = ("attempt", "step", "phases", "activity")
 _BRINGS_OUT = ("checkpoint", "model")
 # Fields that only the trainer's reports write.
@@ -109,14 +111,16 @@ def newest_order(job: Mapping[str, Any]) -> Order:
 def progress_reply(job: Mapping[str, Any], attempt: int, interval_seconds: int | None = None) -> ProgressReply:
     """Return the reply to the trainer: the live part of the spec, a requested checkpoint, and a requested stop.
 
-    A stop is requested if the object is being deleted, or if `status.stop` waits for this attempt. It ends with a
-    checkpoint, so no other checkpoint is requested with it.
+    A stop is requested if the object is being deleted with its pods, or if `status.stop` waits for this attempt. It
+    ends with a checkpoint, so no other checkpoint is requested with it.
     """
     spec = job.get("spec", {})
     # A newer definition may have fields that this operator does not know.
     trainer = TrainerSpec.model_validate(spec.get("trainer", {}), extra="ignore")
     checkpoint = CheckpointSpec.model_validate(spec.get("checkpoint", {}), extra="ignore")
-    is_going = job["metadata"].get("deletionTimestamp") is not None
+    # With --cascade=orphan, the finalizer says that the pods stay.
+    is_orphaned = _ORPHAN in job["metadata"].get("finalizers", [])
+    is_going = job["metadata"].get("deletionTimestamp") is not None and not is_orphaned
     stop = job.get("status", {}).get("stop", {})
     is_asked = stop.get("attempt") == attempt and "completionTime" not in stop
     is_stop = is_going or is_asked

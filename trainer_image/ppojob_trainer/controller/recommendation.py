@@ -38,11 +38,9 @@ MIN_STEPS: Final = 3
 MAX_COST: Final = 0.05
 """Share of the step time that fewer GPUs may cost. It must also be at most a third of the share of GPUs saved."""
 MIN_GAIN: Final = 0.05
-"""Smallest gain that is reported, as a share of the step time. It does not bound the prediction's error. Measured
-errors: within 13 % of the step time, and 14 % of a step for its change, from one pool to two and back on two and on
-four GPUs; within 33 % on hosts where the CPU was the bottleneck, so that a phase took as long on one GPU as on two;
-within 8 % for sharing the critic's pool with the rollout if all responses had the same length. The same pools in other
-sizes were not measured. So a gain is a reason to measure, and the sentence says that it is predicted."""
+"""Smallest gain that is reported, as a share of the step time. It does not bound the prediction's error, which was at
+most 8 % of the step time between one pool and two on two GPUs, if all responses had the same length (docs/measured.md).
+Pools of other sizes were not measured. So a gain is a reason to measure, and the sentence says that it is predicted."""
 MIN_EVENNESS: Final = 0.6
 """Smallest ratio of mean to longest response length at which sharing a pool is recommended if responses stream."""
 _A_STEP = "timing_s/update_actor"

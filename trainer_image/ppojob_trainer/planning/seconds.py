@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ppojob_api.v1alpha1.pools import Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.cost_model import Observation, fit_phase
 from ppojob_trainer.controller.layout import layout_of
@@ -118,10 +120,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         for phase, source in computed.items()
         if measured[source].expert_layers
     }
-    between_hosts = {
-        phase: network_bytes(spec, roles[source], measured[source], is_update=phase in _UPDATES)
-        for phase, source in computed.items()
-    }
+    between_hosts = {phase: _network_bytes(spec, phase, source, roles, measured) for phase, source in computed.items()}
     awaited = {phase: float(sum(found[kind] for kind in _AWAITED)) for phase, found in between_hosts.items()}
     prefetched = {phase: found.total() - awaited[phase] for phase, found in between_hosts.items()}
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
@@ -144,6 +143,17 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         prefetched=prefetched | {Phase.UPDATE_WEIGHTS: network_bytes_of_push(spec, measured["actor"])},
         awaited=awaited,
     )
+
+
+def _network_bytes(
+    spec: PPOJobSpec, phase: str, source: str, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]
+) -> Counter[str]:
+    """Return what enters a rank's host from others in a phase; of several pools with the reference, the most of any."""
+    copies = [name for name in roles if base_role(name) == Role.REF] if phase == Phase.REF else []
+    found = Counter[str]()
+    for name in copies or [source]:
+        found |= network_bytes(spec, roles[name], measured[name], is_update=phase in _UPDATES)
+    return found
 
 
 def _is_reloaded(spec: PPOJobSpec, config: Any) -> bool:

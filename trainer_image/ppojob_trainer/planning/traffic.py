@@ -21,7 +21,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
-from ppojob_trainer.planning.work import Measured
+from ppojob_trainer.planning.work import Measured, Traffic
 from ppojob_trainer.protocol import FIELDS, Keys
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
@@ -63,22 +63,34 @@ def bytes_of_push(spec: PPOJobSpec, actor: Measured) -> int:
 def network_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> Counter[str]:
     """Return what enters a rank's host from others in a pass or update over a batch, by kind, for one GPU's adapter."""
     passes, found = passes_of(spec, role), Counter[str]()
+    parts: list[tuple[Traffic, float]]
     if not is_update or role.trained is None:
-        parts = [(measured.traffic, passes.in_batch)]
+        parts = [(measured.traffic, passes.in_batch * _share(spec, role))]
     else:
         in_minibatches = passes.in_minibatch * passes.minibatches
         parts = [(measured.update_traffic, in_minibatches), (measured.step_traffic, passes.minibatches)]
     for traffic, number in parts:
         for kind, size in traffic.from_other_hosts.items():
-            found[kind] += size * number
+            found[kind] += round(size * number)
     return found
 
 
 def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
     """Return the same of a push: the most of gathering the weights, and of sending them to an engine."""
-    share = bytes_of_push(spec, actor) / (actor.num_parameters * _BFLOAT16)
-    gathered = share * sum(actor.push_traffic.from_other_hosts.values())
+    gathered = _gathered_from_other_hosts(spec, actor)
     return max([gathered, *(link.from_other_hosts for link in _weights(spec, actor))])
+
+
+def _gathered_from_other_hosts(spec: PPOJobSpec, actor: Measured) -> float:
+    share = bytes_of_push(spec, actor) / (actor.num_parameters * _BFLOAT16)
+    return share * sum(actor.push_traffic.from_other_hosts.values())
+
+
+def _share(spec: PPOJobSpec, role: PlannedRole) -> float:
+    """Return which part of the batch a role computes: of several pools with the reference, each has one."""
+    if base_role(role.name) != Role.REF:
+        return 1.0
+    return spec.pool(role.pool).gpus / sum(spec.pool(pool).gpus for pool in spec.placement.ref_pools)
 
 
 def _are_on_one_host(spec: PPOJobSpec) -> bool:
@@ -107,7 +119,11 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
     if (stages := spec.actor.pipeline_parallel_size) > 1:
         # Every stage broadcasts its layers, because every rank may be a sender.
         between = Link(
-            "weights", "between the actor's stages", size * (stages - 1) / stages, spec.pool(placement.actor).gpus
+            "weights",
+            "between the actor's stages",
+            size * (stages - 1) / stages,
+            spec.pool(placement.actor).gpus,
+            _gathered_from_other_hosts(spec, actor),
         )
         return [*found.values(), between]
     return list(found.values())
@@ -165,10 +181,7 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
         if name == "actor":
             is_own_reference = spec.placement.ref is not None and "ref" not in roles
             num_passes = (not spec.algorithm.bypasses_old_log_probs) + is_own_reference
-        forward: float = passes.in_batch * num_passes
-        if base_role(name) == Role.REF:
-            # Each of several pools computes a share of the batch.
-            forward *= ranks / sum(spec.pool(pool).gpus for pool in spec.placement.ref_pools)
+        forward = passes.in_batch * num_passes * _share(spec, role)
         parts = (
             (of_role.traffic, forward),
             (of_role.update_traffic, updates),

@@ -203,6 +203,13 @@ def test_a_trainer_whose_job_is_being_deleted_is_asked_to_stop(job: dict[str, An
     assert (reply.command, reply.is_deleted) == (Command.STOP, True)
 
 
+def test_a_trainer_whose_job_is_deleted_without_its_pods_trains_on(job: dict[str, Any]) -> None:
+    job["metadata"] |= {"deletionTimestamp": "2026-01-31T12:00:00Z", "finalizers": ["orphan"]}
+
+    reply = progress_reply(job, 2)
+    assert (reply.command, reply.is_deleted) == (Command.NONE, None)
+
+
 def test_the_reply_of_another_job_has_no_deletion(job: dict[str, Any]) -> None:
     assert "isDeleted" not in progress_reply(job, 2).to_wire()
 

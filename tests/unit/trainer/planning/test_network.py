@@ -131,6 +131,27 @@ def test_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     assert fast.phases["gen"] == plain["gen"]
 
 
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2), (2, 1)])
+def test_each_of_several_pools_with_the_reference_has_its_share(tmp_path: Path, nodes: tuple[int, int]) -> None:
+    """32 sequences in micro-batches of 8; what comes from other hosts is that of the pool with the most of it."""
+
+    def runner(of_role: Work) -> Measured:
+        outside = 3000 if of_role.dims.world_size > 2 else 0
+        return replace(stub(of_role), traffic=Traffic(Counter(gather=3), Counter(gather=outside)))
+
+    pools = [{"name": name, "nodes": of_pool, "gpusPerNode": 2} for name, of_pool in zip("ab", nodes, strict=True)]
+    placement = {"actor": "a", "ref": ["a", "b"]}
+    spec = job(write_config(tmp_path), pools=pools, placement=placement)
+    found = plan_job(spec, {"a": H200, "b": H200}, runner=runner)
+
+    shares = [of_pool / sum(nodes) for of_pool in nodes]
+    passes = [-(-32 // (2 * of_pool) // 8) for of_pool in nodes]
+    outsides = [
+        3000 * share * number for share, number, of_pool in zip(shares, passes, nodes, strict=True) if of_pool > 1
+    ]
+    assert work_of(found).prefetched["ref"] == pytest.approx(max(outsides))
+
+
 def test_weights_cross_the_network_to_pools_on_other_hosts(tmp_path: Path) -> None:
     def of_push(*sizes: tuple[int, int]) -> float:
         pools = [{"name": f"p{at}", "nodes": nodes, "gpusPerNode": gpus} for at, (nodes, gpus) in enumerate(sizes)]

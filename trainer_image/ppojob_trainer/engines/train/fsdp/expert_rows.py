@@ -92,7 +92,8 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, tokens: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:
         # Not by `save_for_backward`: gradient checkpointing computes a layer again until it has the last saved tensor.
-        # So it leaves out the experts' last product and the messages after it, if the layer saves nothing else.
+        # So it leaves out the experts' last product and the messages after it, if the layer saves nothing else. The
+        # recomputation must choose the same experts, because the other rows of the layer are those of its choice.
         ctx.tokens = tokens
         return _sums(rows_SD, of_tokens, starts)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _grouped_linear
+from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
 
@@ -50,11 +50,17 @@ def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -
 def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
     """Return the activations times the weights of their rows, in the dtype of `inner`."""
     # torch.compile fuses what plain PyTorch computes.
-    if experts.has_gate and isinstance(experts.act_fn, SiLUActivation | nn.SiLU) and not torch.compiler.is_compiling():
+    is_silu = experts.has_gate and isinstance(experts.act_fn, SiLUActivation | nn.SiLU) and _has_default_gate(experts)
+    if is_silu and not torch.compiler.is_compiling():
         found: Tensor = _Gate.apply(inner, weights_S)  # type: ignore[no-untyped-call]
         return found
     activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     return (activated * weights_S.unsqueeze(1)).to(inner.dtype)
+
+
+def _has_default_gate(experts: Any) -> bool:
+    """Return whether the gate is silu(gate) * up; a family may have another one."""
+    return getattr(experts._apply_gate, "__func__", None) is _default_apply_gate
 
 
 class _Gate(torch.autograd.Function):
