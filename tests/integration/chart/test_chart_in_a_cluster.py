@@ -154,7 +154,8 @@ def with_old_names(manifest: dict[str, Any]) -> dict[str, Any]:
     spec = deepcopy(manifest["spec"])
     spec["device"] = spec["device"].lower()
     spec["storage"]["persistentVolumeClaim"] = spec["storage"].pop("claimName")
-    [spec["placement"]["rollout"]] = spec["placement"]["rollout"]
+    for role in ("rollout", "ref"):
+        [spec["placement"][role]] = spec["placement"][role]
     for name in ("train", "validation"):
         spec["data"][name]["type"] = "ReasoningGym"
     return {**manifest, "metadata": {"name": "running"}, "spec": spec}

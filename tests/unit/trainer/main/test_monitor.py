@@ -1,87 +1,17 @@
 """A stop, new settings, being fenced out, and what reaches the operator and the files."""
 
-import asyncio
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply, ProgressReport
-from ppojob_api.v1alpha1.resolve import JobFile, Reporting, resolve
-from ppojob_api.v1alpha1.validation import parse_spec
+from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply
 from ppojob_trainer.checkpoints import FencedOutError
 from ppojob_trainer.controller.monitor_port import Uploaded
 from ppojob_trainer.main import monitor as monitor_module
-from ppojob_trainer.main.monitor import JobDeletedError, Monitor
-from ppojob_trainer.telemetry import RunFiles, TrackedRun
-
-RAW: dict[str, Any] = {
-    "image": "i",
-    "model": {"actor": {"path": "/m"}},
-    "data": {"train": {"reasoningGym": {"task": "products"}}, "trainBatchSize": 256},
-    "reward": {"function": {"module": "r"}},
-    "pools": [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 2}],
-    "placement": {"actor": "actor", "critic": "critic"},
-    "storage": {"claimName": "c"},
-    "trainer": {"totalSteps": 5},
-}
-
-
-class FakeReporter:
-    """The operator at the other end of the line."""
-
-    def __init__(self, reporting: Reporting) -> None:
-        self.fenced_out = threading.Event()
-        self.is_job_deleted = False
-        self.is_closed = False
-        self.reply = ProgressReply()
-        self.reports: list[ProgressReport] = []
-        self.was_urgent = False
-
-    def start(self) -> None:
-        pass
-
-    def update(self, report: ProgressReport, *, now: bool = False) -> None:
-        self.reports.append(report)
-        self.was_urgent = now
-
-    def close(self) -> bool:
-        self.is_closed = True
-        return True
-
-
-@pytest.fixture
-def reporter(monkeypatch: pytest.MonkeyPatch) -> FakeReporter:
-    fake = FakeReporter(Reporting(url="https://operator"))
-    monkeypatch.setattr(monitor_module, "ProgressReporter", lambda reporting: fake)
-    return fake
-
-
-def monitor_of(root: Path, stop: threading.Event) -> Monitor:
-    job = JobFile(
-        namespace="n",
-        name="x",
-        uid="u",
-        root=str(root),
-        spec=resolve(parse_spec(RAW)),
-        reporting=Reporting(url="https://operator"),
-    )
-    return Monitor(job, 0, RunFiles(root), stop)
-
-
-async def watched(monitor: Monitor, until: Any, timeout_s: float = 10.0) -> None:
-    """Run the watch until it has seen what it should."""
-    watch = asyncio.create_task(monitor.watch())
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not until() and not watch.done():
-                await asyncio.sleep(0.01)
-        if watch.done():
-            watch.result()
-    finally:
-        watch.cancel()
+from ppojob_trainer.telemetry import TrackedRun
+from tests.unit.trainer.main.monitors import RAW, FakeReporter, monitor_of, watched
 
 
 def test_what_does_not_change_is_in_the_first_record_only(tmp_path: Path, reporter: FakeReporter) -> None:
@@ -125,120 +55,6 @@ async def test_the_operator_stops_the_run(tmp_path: Path, reporter: FakeReporter
     await watched(monitor, lambda: monitor.is_stopping)
 
     assert monitor.is_stopping
-
-
-async def test_a_pod_that_is_being_deleted_stops_the_run(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    request_file = RunFiles(tmp_path).terminating("x-1a2b3")
-    request_file.touch()
-    monitor = monitor_of(tmp_path, threading.Event())
-
-    monitor.start()
-    assert not request_file.exists(), "the file of an earlier attempt is deleted"
-    request_file.touch()
-    await watched(monitor, lambda: monitor.is_stopping)
-
-    assert monitor.is_stopping
-    assert RunFiles(tmp_path).stop_acknowledged("x-1a2b3").exists(), "the hook sees the acknowledgement"
-    monitor.note_end()
-    assert RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the hook sees that the run has ended"
-    monitor_of(tmp_path, threading.Event()).start()
-    assert not RunFiles(tmp_path).run_ended("x-1a2b3").exists(), "the next attempt runs"
-
-
-async def test_a_deleted_job_ends_at_once_when_its_pods_are_deleted(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    monitor = monitor_of(tmp_path, threading.Event())
-    monitor.start()
-    RunFiles(tmp_path).terminating("x-1a2b3").touch()
-    await watched(monitor, lambda: monitor.is_stopping)
-    assert reporter.was_urgent, "the operator's answer says whether the job was deleted"
-
-    reporter.is_job_deleted = True
-    with pytest.raises(JobDeletedError, match="without a checkpoint"):
-        await watched(monitor, lambda: False)
-
-    monitor.close()
-    assert not reporter.is_closed, "nobody waits for the last report"
-
-
-async def test_a_deleted_job_whose_pods_are_kept_trains_on(tmp_path: Path, reporter: FakeReporter) -> None:
-    monitor = monitor_of(tmp_path, threading.Event())
-    reporter.is_job_deleted = True
-
-    with pytest.raises(TimeoutError):
-        await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.6)
-
-
-async def test_an_orphaned_run_saves_a_checkpoint_when_a_pod_of_it_is_drained(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    monkeypatch.setattr(monitor_module, "_ORPHANED_AFTER_S", 0.5)
-    monitor = monitor_of(tmp_path, threading.Event())
-    monitor.start()
-    reporter.is_job_deleted = True
-    with pytest.raises(TimeoutError):
-        await watched(monitor, lambda: monitor.is_stopping, timeout_s=1.2)
-    RunFiles(tmp_path).terminating("x-1a2b3").touch()
-
-    await watched(monitor, lambda: monitor.is_stopping)
-
-    with pytest.raises(TimeoutError):
-        await watched(monitor, lambda: False, timeout_s=0.6)
-
-
-async def test_a_stopping_job_asks_again_when_its_pods_are_deleted(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    stop = threading.Event()
-    stop.set()
-    monitor = monitor_of(tmp_path, stop)
-    monitor.start()
-    await watched(monitor, lambda: monitor.is_stopping)
-    reporter.was_urgent = False
-    RunFiles(tmp_path).terminating("x-1a2b3").touch()
-
-    await watched(monitor, lambda: reporter.was_urgent)
-
-
-async def test_a_job_that_another_one_has_replaced_leaves_nothing(tmp_path: Path, reporter: FakeReporter) -> None:
-    monitor = monitor_of(tmp_path, threading.Event())
-    reporter.is_job_deleted = True
-    reporter.fenced_out.set()
-
-    with pytest.raises(JobDeletedError):
-        await watched(monitor, lambda: False)
-
-
-async def test_a_storage_that_fails_stops_nothing(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    monitor = monitor_of(tmp_path, threading.Event())
-
-    def refuse(path: Path) -> None:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(TimeoutError):
-        await watched(monitor, lambda: monitor.is_stopping, timeout_s=1.5)
-
-
-async def test_pods_of_another_ray_cluster_stop_nothing(
-    tmp_path: Path, reporter: FakeReporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_CLUSTER_NAME", "x-1a2b3")
-    monitor = monitor_of(tmp_path, threading.Event())
-    RunFiles(tmp_path).terminating("x-other").touch()
-
-    with pytest.raises(TimeoutError):
-        await watched(monitor, lambda: monitor.is_stopping, timeout_s=0.5)
 
 
 async def test_new_settings_come_with_a_reply(tmp_path: Path, reporter: FakeReporter) -> None:

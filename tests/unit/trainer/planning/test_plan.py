@@ -342,15 +342,17 @@ def test_the_report_of_divided_experts_says_what_it_assumes(tmp_path: Path) -> N
     found = plan_job(spec, {"all": H200}, runner=measure)
     assert found.fits
     content = json.loads(as_json(found))
-    sizes = {role["role"]: role["expertsOver"] for role in content["pools"][0]["roles"]}
-    assert sizes == {"actor": 2, "critic": 1, "ref": 2}
+    over = {role["role"]: role["expertsOver"] for role in content["pools"][0]["roles"]}
+    assert over == {"actor": 2, "critic": 1, "ref": 2}
     (assumed,) = content["assumptions"]
     assert assumed.startswith("Routing is taken to be even (actor, ref): all experts of a layer get equally many")
-    # 8 sequences of 128 tokens with two experts each; 3 layers send and receive their hidden states, and 8 counts. Two
-    # micro-batches of log-probs; in the update also of the layers computed again, and gradients.
-    rows = 2 * 8 * 128 * 2 * HIDDEN * 2
+    # 8 sequences of 128 tokens, each with experts on both ranks: hidden state, two choices and two weights of a token
+    # go to both, with the numbers of rows. Two micro-batches, 3 layers; updates send all but sums twice, and gradients.
+    tokens = 8 * 128 * 2
+    hidden, choices, weights, sizes = tokens * HIDDEN * 2, tokens * 2 * 4, tokens * 2 * 2, 8 * (8 + 2)
+    of_pass, of_update = 2 * hidden + choices + weights + sizes, 5 * hidden + 2 * choices + 3 * weights + 2 * sizes
     links = {(link["what"], link["way"]): link["bytes_each"] for link in content["links"]}
-    assert links["actor: experts", "between its ranks"] == 2 * 3 * ((rows + 64) + (3 * rows + 2 * 64))
+    assert links["actor: experts", "between its ranks"] == 2 * 3 * (of_pass + of_update)
     printed = io.StringIO()
     Console(file=printed, width=200).print(as_text(found))
     assert "actor (experts over 2)" in printed.getvalue()
