@@ -81,7 +81,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
 def _most(stages: Sequence[Measured]) -> Measured:
     numbers = ("weights", "gradients", "optimizer", "forward", "update", "push")
     most: dict[str, Any] = {name: max(getattr(stage, name) for stage in stages) for name in numbers}
-    traffic = ("traffic", "update_traffic", "step_traffic", "push_traffic")
+    traffic = ("traffic", "update_traffic", "batch_traffic", "step_traffic", "push_traffic")
     most |= {name: reduce(or_, (getattr(stage, name) for stage in stages)) for name in traffic}
     return replace(stages[0], **most)
 
@@ -227,8 +227,13 @@ def _forward(
         module(input_ids=torch.zeros(shape, dtype=torch.int64), attention_mask=torch.ones(shape, dtype=torch.int64))
     else:
         _compute(module, micro)
+    first = live.traffic
+    if micro is not None and work.options.stays_gathered:
+        # Later micro-batches find the weights gathered.
+        live.traffic = Traffic()
+        _compute(module, micro)
     _reshard(module)
-    return replace(found, forward=live.peak, traffic=live.traffic)
+    return replace(found, forward=live.peak, traffic=live.traffic, batch_traffic=first - live.traffic)
 
 
 def _pushed(work: Work, module: PolicyModule, live: LiveBytes, found: Measured) -> Measured:
@@ -266,12 +271,13 @@ def _update(
     module.train()
     live.restart()
     num_averaged = work.dims.of_stage // work.dims.tensor
+    once = Traffic()
     if schedule is not None:
         peak, received = schedule.backward(work, module, num_averaged, live)
         live.traffic = Traffic()
     else:
-        _backward(work, module, micro, optimizer, num_averaged, live)
-        peak, received = live.peak, live.traffic
+        received, once = _backward(work, module, micro, optimizer, num_averaged, live)
+        peak = live.peak
     _reshard(module)
     gradients = live.now - found.weights - moments
     sum_tied_gradients(sharded.language_model, sharded.stage)
@@ -282,7 +288,7 @@ def _update(
         optimizer=moments,
         update=max(peak, live.peak),
         update_traffic=received,
-        step_traffic=Traffic() if schedule is None else live.traffic,
+        step_traffic=once if schedule is None else live.traffic,
     )
 
 
@@ -296,22 +302,30 @@ def _optimizer(training: ActorSpec | CriticSpec, module: PolicyModule | ValueMod
 
 def _backward(
     work: Work, module: nn.Module, micro: MicroBatch, optimizer: Optimizer, num_averaged: int, live: LiveBytes
-) -> None:
-    """Run the last micro-batch of a minibatch, beside the gradients of those before; count its traffic alone."""
+) -> tuple[Traffic, Traffic]:
+    """Run the last micro-batch of a minibatch, beside the gradients of those before.
+
+    Returns:
+        The traffic of each micro-batch, and what is once in a minibatch beside it.
+    """
     sharded = cast(FSDPModule, module)
 
-    def run() -> None:
+    def run() -> Traffic:
+        live.traffic = Traffic()
         # No name for the outputs, as in the engine.
         torch.autograd.backward(_loss(work, num_averaged, micro, _compute(module, micro)))
+        return live.traffic
 
-    if work.num_passes > 1 and work.options.stays_gathered and num_averaged > 1:
-        sharded.set_requires_gradient_sync(False)
-        run()
-        sharded.set_requires_gradient_sync(True)
-    elif work.num_passes > 1:
-        _give_gradients(optimizer)
-    live.traffic = Traffic()
-    run()
+    if work.num_passes == 1 or not work.options.stays_gathered or num_averaged == 1:
+        if work.num_passes > 1:
+            _give_gradients(optimizer)
+        return run(), Traffic()
+    # The first one gathers the weights, and the last one reduces the gradients of all.
+    sharded.set_requires_gradient_sync(False)
+    first, each = run(), run()
+    sharded.set_requires_gradient_sync(True)
+    last = run()
+    return each, (first - each) + (last - each)
 
 
 def _loss(work: Work, num_averaged: int, micro: MicroBatch, outputs: tuple[Tensor, ...]) -> Tensor:

@@ -65,7 +65,7 @@ def network_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is
     passes, found = passes_of(spec, role), Counter[str]()
     parts: list[tuple[Traffic, float]]
     if not is_update or role.trained is None:
-        parts = [(measured.traffic, passes.in_batch * _share(spec, role))]
+        parts = [(measured.traffic, passes.in_batch * _share(spec, role)), (measured.batch_traffic, 1)]
     else:
         in_minibatches = passes.in_minibatch * passes.minibatches
         parts = [(measured.update_traffic, in_minibatches), (measured.step_traffic, passes.minibatches)]
@@ -184,6 +184,7 @@ def _collectives(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: M
         forward = passes.in_batch * num_passes * _share(spec, role)
         parts = (
             (of_role.traffic, forward),
+            (of_role.batch_traffic, num_passes),
             (of_role.update_traffic, updates),
             (of_role.step_traffic, passes.minibatches),
         )

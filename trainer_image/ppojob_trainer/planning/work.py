@@ -48,6 +48,14 @@ class Traffic:
         """Return the most of both, of each kind."""
         return Traffic(self.received | other.received, self.from_other_hosts | other.from_other_hosts)
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the sum of both."""
+        return Traffic(self.received + other.received, self.from_other_hosts + other.from_other_hosts)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        """Return what remains without the other, of no kind less than nothing."""
+        return Traffic(self.received - other.received, self.from_other_hosts - other.from_other_hosts)
+
     def __floordiv__(self, number: int) -> Traffic:
         """Return the share of one of `number` micro-batches."""
         return Traffic(*(Counter({kind: size // number for kind, size in each.items()}) for each in self._both))
@@ -64,9 +72,10 @@ class Measured:
 
     forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
     are sent to the engines, without moments; 0 if the role sends none. changing: of the weights that are sent, what
-    training changes; None: all. traffic, update_traffic: of one micro-batch of such a pass. step_traffic: once in an
-    optimizer step; without a pipeline it is part of update_traffic. push_traffic: while all weights are gathered for
-    the engines. Of a pipeline, each number is the most of any rank.
+    training changes; None: all. traffic, update_traffic: of one micro-batch of such a pass. batch_traffic,
+    step_traffic: once in a pass over the batch, and once in an optimizer step, beside those: of a model that stays
+    gathered, its weights and gradients; of a pipeline, the gradients of tied embeddings. push_traffic: while all
+    weights are gathered for the engines. Of a pipeline, each number is the most of any rank.
     """
 
     num_parameters: int
@@ -81,6 +90,7 @@ class Measured:
     changing: int | None = None
     traffic: Traffic = field(default_factory=Traffic)
     update_traffic: Traffic = field(default_factory=Traffic)
+    batch_traffic: Traffic = field(default_factory=Traffic)
     step_traffic: Traffic = field(default_factory=Traffic)
     push_traffic: Traffic = field(default_factory=Traffic)
 

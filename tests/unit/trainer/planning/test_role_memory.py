@@ -23,7 +23,7 @@ from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
 from ppojob_trainer.planning.role_memory import measure
-from ppojob_trainer.planning.work import Measured, Work
+from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.batches import PROMPT, RESPONSE, SEQUENCES, real_batch
 from tests.unit.trainer.planning.jobs import LAYERS, write_config
 
@@ -153,6 +153,20 @@ def test_gathered_bytes_are_those_of_the_layers(tmp_path: Path) -> None:
     assert found.traffic.received["gather"] == pytest.approx(2 * count, rel=0.05)
     assert 2 * count < found.update_traffic.received["gather"] <= 2 * 2 * count
     assert found.update_traffic.received["reduce"] == pytest.approx(4 * count, rel=0.05)
+
+
+def test_a_model_that_stays_gathered_is_gathered_and_reduced_once(tmp_path: Path) -> None:
+    """Of a pass over the batch, and of an optimizer step, whatever the number of its micro-batches."""
+    count = parameters(tmp_path)
+    for passes in (2, 4):
+        found = measure(work(tmp_path, SHARDED, passes=passes, stays_gathered=True))
+        once, of_step = found.batch_traffic.received, found.step_traffic.received
+        assert (found.traffic.received["gather"], found.update_traffic.received["gather"]) == (0, 0)
+        assert found.update_traffic.received["reduce"] == 0
+        assert once["gather"] == of_step["gather"] == pytest.approx(2 * count, rel=0.05)
+        assert of_step["reduce"] == pytest.approx(4 * count, rel=0.05)
+    freed = measure(work(tmp_path, SHARDED, passes=2))
+    assert freed.batch_traffic == freed.step_traffic == Traffic()
 
 
 def test_live_bytes_are_those_of_pytorchs_own_tracker() -> None:
