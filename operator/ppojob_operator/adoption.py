@@ -3,7 +3,8 @@
 `reconcile.ownership` decides. This module reads the Leases of other operators, at most every ten seconds, writes the
 owner into `status.operator` before anything is created for the job, and emits one Event for a job of another operator.
 A job that this operator already owns costs no API call. Jobs of a namespace that is not served are ignored or
-released.
+released: their RayClusters are deleted here, because a job that is being released must not reach `reconcile.decide`,
+which may also start it.
 """
 
 import logging
@@ -17,7 +18,9 @@ from ppojob_operator import ownership
 from ppojob_operator.api_server import ApiError, ApiRefused, ApiUnavailable
 from ppojob_operator.cluster import Cluster
 from ppojob_operator.leadership import Lease
+from ppojob_operator.manifests import naming
 from ppojob_operator.plan import EventRecord, Job, JobKey, OtherLease
+from ppojob_operator.reading import read_cluster, read_fetch_job
 from ppojob_operator.reconcile.status import owned
 from ppojob_operator.served_namespaces import ServedNamespaces
 from ppojob_operator.settings import Settings
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 10.0
 """Seconds between two reads of another operator's Lease, however many jobs it owns."""
+_DELETION_SECONDS = 5.0
+"""Seconds until a job is reconciled again that cannot be released yet. The watches usually report the end earlier."""
 
 
 def own_identity(settings: Settings) -> OperatorStatus:
@@ -52,6 +57,7 @@ class Adopter:
         own: OperatorStatus,
         patience: float,
         namespaces: ServedNamespaces,
+        requeue: Callable[[JobKey, float], None],
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """Adopt jobs for one operator.
@@ -61,12 +67,14 @@ class Adopter:
             own: the identity of this operator.
             patience: seconds without a renewal after which another operator's jobs are taken over.
             namespaces: those that this operator serves.
+            requeue: enqueues a job, due after some seconds.
             clock: seconds that only grow.
         """
         self._cluster = cluster
         self._own = own
         self._patience = patience
         self._namespaces = namespaces
+        self._requeue = requeue
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._left_alone: set[JobKey] = set()
@@ -85,7 +93,8 @@ class Adopter:
         """
         is_served = self._namespaces.serves(job.key.namespace)
         if not is_served and ownership.may_leave(job, self._own):
-            return await self._release(job)
+            await self._release(job)
+            return None
         rival = ownership.rival(job, self._own)
         other = None if rival is None else await self._observe_lease(rival)
         adoption = ownership.judge(job, self._own, other, self._patience)
@@ -99,21 +108,43 @@ class Adopter:
         await self._emit_once(job, adoption.event)
         return job if adoption.status is None else replace(job, status=adoption.status)
 
-    async def _release(self, job: Job) -> Job | None:
-        """Ignore a job of a namespace that is not served; return it if something of it still has to be deleted."""
+    async def _release(self, job: Job) -> None:
+        """Ignore a job of a namespace that is not served; if it is ours, release it once its objects are deleted."""
         self._left_alone.discard(job.key)
         adoption = ownership.release(job, self._own, self._namespaces.rule)
         if adoption.status is None:
-            # Nothing is written where another release may serve the namespace.
-            self._log_once(job, adoption.event)
-            return None
-        clusters, fetch_job = await self._cluster.list_clusters(job.key), await self._cluster.read_fetch_job(job.key)
-        if clusters or fetch_job is not None:
-            return job
+            # Another release may serve the namespace, so nothing is written unless the annotation names this one.
+            if ownership.is_requested_of(job, self._own):
+                await self._emit_once(job, adoption.event)
+            else:
+                self._log_once(job, adoption.event)
+            return
+        if await self._delete_objects(job):
+            self._requeue(job.key, _DELETION_SECONDS)
+            return
         if not await self._cluster.write_status(job, owned(adoption.status)):
             raise ApiUnavailable(f"PPOJob {job.key} was deleted or re-created while it was being released")
         await self._emit_once(job, adoption.event)
-        return None
+
+    async def _delete_objects(self, job: Job) -> bool:
+        """Delete the RayClusters, their Secrets and the Job that fetches; return whether one of them is left.
+
+        A Job that has ended stays for its log: it does not run, and is deleted by its TTL or with the PPOJob.
+        """
+        namespace, found = job.key.namespace, await self._cluster.list_clusters(job.key)
+        clusters = [read_cluster(raw) for raw in found or () if naming.is_owned(raw, job.uid)]
+        for name in (cluster.name for cluster in clusters if not cluster.is_deleting):
+            logger.info("%s: RayCluster %s is deleted before the job is released", job.key, name)
+            # The Secret first: after an interrupted reconcile, the next one finds the RayCluster and repeats both.
+            await self._cluster.delete_secret(namespace, naming.dashboard_secret_name(name))
+            await self._cluster.delete_cluster(namespace, name)
+        raw = await self._cluster.read_fetch_job(job.key)
+        fetch = read_fetch_job(raw) if raw is not None and naming.is_owned(raw, job.uid) else None
+        if fetch is None or fetch.is_over:
+            return bool(clusters)
+        if not fetch.is_deleting:
+            await self._cluster.delete_fetch_job(job.key)
+        return True
 
     def forget(self, key: JobKey) -> None:
         """Forget a deleted job."""
@@ -139,7 +170,7 @@ class Adopter:
         return _Seen(lease, before.changed_at if before is not None and is_as_before else now, now)
 
     async def _emit_once(self, job: Job, event: EventRecord | None) -> None:
-        """Log and emit an Event, once until its reason changes."""
+        """Log and emit an Event, once until its message changes."""
         if not self._log_once(job, event) or event is None:
             return
         try:
@@ -148,12 +179,12 @@ class Adopter:
             logger.info("%s: the Event could not be written: %s", job.key, error)
 
     def _log_once(self, job: Job, event: EventRecord | None) -> bool:
-        """Log an Event, once until its reason changes; return whether it was."""
+        """Log an Event, once until its message changes; return whether it was."""
         if event is None:
             self._emitted.pop(job.key, None)
             return False
-        if self._emitted.get(job.key) == event.reason:
+        if self._emitted.get(job.key) == event.message:
             return False
-        self._emitted[job.key] = event.reason
+        self._emitted[job.key] = event.message
         logger.log(logging.WARNING if event.is_warning else logging.INFO, "%s: %s", job.key, event.message)
         return True

@@ -102,7 +102,8 @@ class Loop:
         self._report_times = ReportTimes()
         self._queue = WorkQueue()
         self.namespaces = ServedNamespaces(settings, cluster, self._queue.add)
-        self._adopter = Adopter(cluster, own_identity(settings), settings.take_over_after, self.namespaces)
+        own, patience = own_identity(settings), settings.take_over_after
+        self._adopter = Adopter(cluster, own, patience, self.namespaces, self._queue.add)
         self._num_errors: dict[JobKey, int] = {}
         self._states: dict[JobKey, JobState] = {}
         self._watched: set[JobKey] = set()

@@ -100,6 +100,8 @@ def may_leave(job: Job, own: OperatorStatus) -> bool:
 def release(job: Job, own: OperatorStatus, rule: str) -> Adoption:
     """Return what to write about a job that `may_leave`: its owner removes itself, so that another may take the job.
 
+    Its RayClusters are deleted before. It may have one if it was in a queue, and is not accepted any more.
+
     Args:
         job: the job.
         own: the identity of this operator.
@@ -109,8 +111,14 @@ def release(job: Job, own: OperatorStatus, rule: str) -> Adoption:
         f"namespace {job.key.namespace} does not match {rule} of {_name(own)}, which does not reconcile the job: label "
         "the namespace so that it matches, or create the job in a namespace that does"
     )
+    if is_requested_of(job, own):
+        assigned = f"the annotation {ANNOTATION_OPERATOR} assigns the job to the operator in namespace {own.namespace}"
+        words = f"{assigned}, but {words}"
     event = EventRecord(Reason.NAMESPACE_NOT_SERVED, words, is_warning=True, action=_ACTION)
-    return Adoption(False, job.status.model_copy(update={"operator": None}) if _is_owned(job, own) else None, event)
+    if not _is_owned(job, own):
+        return Adoption(False, event=event)
+    update = {"operator": None, **_without_cluster(job.status)}
+    return Adoption(False, job.status.model_copy(update=update), event)
 
 
 def rival(job: Job, own: OperatorStatus) -> OperatorStatus | None:
@@ -126,6 +134,12 @@ def is_another_operators(job: Job, own: OperatorStatus) -> bool:
     """Return whether another operator owns the job or is requested to."""
     requested, owner = _requested_owner(job), job.status.operator
     return not requested.names(own) if requested is not None else owner is not None and not is_same(owner, own)
+
+
+def is_requested_of(job: Job, own: OperatorStatus) -> bool:
+    """Return whether the annotation names this operator."""
+    requested = _requested_owner(job)
+    return requested is not None and requested.names(own)
 
 
 def is_same(one: OperatorStatus, other: OperatorStatus) -> bool:
@@ -160,11 +174,16 @@ def _take_over(job: Job, owner: OperatorStatus, own: OperatorStatus, reason: str
     """
     status, update = job.status, dict[str, object](operator=own)
     is_sent = any((each.type, each.status) == (Condition.SUBMITTED, "True") for each in status.conditions)
-    if status.ray_cluster is not None and not is_sent and not is_finished(status):
-        update |= {"ray_cluster": None, "attempt": (status.attempt or 0) + 1}
+    if not is_sent and not is_finished(status):
+        update |= _without_cluster(status)
     words = f"{_name(own)} has taken the job over from {_name(owner)}: {reason}"
     event = EventRecord(Reason.TAKEN_OVER, words, is_warning=False, action=_ACTION)
     return Adoption(True, status.model_copy(update=update), event)
+
+
+def _without_cluster(status: PPOJobStatus) -> dict[str, object]:
+    """Return the changes to a status without its RayCluster: another attempt's name, as its pods may still end."""
+    return {} if status.ray_cluster is None else {"ray_cluster": None, "attempt": (status.attempt or 0) + 1}
 
 
 def _not_ours(words: str) -> EventRecord:

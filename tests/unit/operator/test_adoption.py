@@ -40,6 +40,8 @@ class Lives:
         self.lease_reads: list[tuple[str, str]] = []
         self.clusters: list[Manifest] = []
         self.fetch_job: Manifest | None = None
+        self.deleted: list[str] = []
+        self.requeued: list[JobKey] = []
         self.namespaces = ServedNamespaces(Settings(), self, self.events.append)  # type: ignore[arg-type]
 
     @property
@@ -65,6 +67,19 @@ class Lives:
     async def read_fetch_job(self, key: JobKey) -> Manifest | None:
         return self.fetch_job
 
+    async def delete_cluster(self, namespace: str, name: str) -> None:
+        self.deleted.append(f"RayCluster {name}")
+
+    async def delete_secret(self, namespace: str, name: str) -> None:
+        self.deleted.append(f"Secret {name}")
+
+    async def delete_fetch_job(self, key: JobKey) -> None:
+        self.deleted.append("fetch")
+
+    def requeue(self, key: JobKey, seconds: float) -> None:
+        assert 0 < seconds <= 10
+        self.requeued.append(key)
+
     def lose_the_label(self) -> None:
         """Let the job's namespace match the selector no more."""
         selecting = Settings(namespace_selector={"matchLabels": {"ppojob.dev/enabled": "true"}})
@@ -77,7 +92,7 @@ class Lives:
             raise self.event_error
 
     def adopter(self) -> Adopter:
-        return Adopter(self, OURS, PATIENCE, self.namespaces, clock=lambda: self.now)  # type: ignore[arg-type]
+        return Adopter(self, OURS, PATIENCE, self.namespaces, self.requeue, clock=lambda: self.now)  # type: ignore[arg-type]
 
     def renew(self) -> None:
         """Let the other operator show that it lives."""
@@ -149,7 +164,7 @@ async def test_a_job_is_taken_over_once_its_operator_has_been_gone_for_long(end:
 
 async def test_the_time_since_the_last_read_of_a_lease_is_no_silence_of_its_holder() -> None:
     lives = Lives(THEIRS)
-    adopter = Adopter(lives, OURS, 3.0, lives.namespaces, clock=lambda: lives.now)  # type: ignore[arg-type]
+    adopter = Adopter(lives, OURS, 3.0, lives.namespaces, lives.requeue, clock=lambda: lives.now)  # type: ignore[arg-type]
     lives.lease = {"spec": {"holderIdentity": "pod_1", "leaseDurationSeconds": 1}}
 
     for _ in range(9):
@@ -232,18 +247,64 @@ async def test_a_job_that_waits_is_released_once_when_its_namespace_is_not_serve
     assert (lives.status.get("operator"), lives.events) == (None, [Reason.NAMESPACE_NOT_SERVED])
 
 
-@pytest.mark.parametrize("left", ["RayCluster", "fetch"])
-async def test_a_job_is_not_released_before_its_objects_are_deleted(left: str) -> None:
+def owned_object(name: str, uid: str = UID, **more: Any) -> Manifest:
+    return {"metadata": {"name": name, "ownerReferences": [{"uid": uid, "controller": True}], **more}}
+
+
+async def test_a_job_is_not_released_before_its_ray_clusters_and_its_fetch_are_deleted() -> None:
     lives = Lives(OURS)
     lives.lose_the_label()
-    lives.clusters, lives.fetch_job = ([{}], None) if left == "RayCluster" else ([], {})
+    lives.clusters, lives.fetch_job = [owned_object("c")], owned_object("fetch")
     adopter = lives.adopter()
 
-    assert await adopter.adopt(lives.job) == lives.job
-    assert (lives.writes, lives.events) == ([], [])
-    lives.clusters, lives.fetch_job = [], None
     assert await adopter.adopt(lives.job) is None
-    assert lives.events == [Reason.NAMESPACE_NOT_SERVED]
+    assert lives.deleted == ["Secret c-ray", "RayCluster c", "fetch"]
+    deleting = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    lives.clusters, lives.fetch_job = [owned_object("c", **deleting)], None
+    assert await adopter.adopt(lives.job) is None
+    lives.clusters, lives.fetch_job = [], owned_object("fetch", **deleting)
+    assert await adopter.adopt(lives.job) is None
+    assert (len(lives.deleted), lives.requeued, lives.writes, lives.events) == (3, [KEY] * 3, [], [])
+
+    lives.fetch_job = None
+    assert await adopter.adopt(lives.job) is None
+    assert (len(lives.deleted), len(lives.requeued), lives.events) == (3, 3, [Reason.NAMESPACE_NOT_SERVED])
+
+
+@pytest.mark.parametrize("end", ["Complete", "Failed"])
+async def test_a_fetch_that_has_ended_stays_and_does_not_delay_the_release(end: str) -> None:
+    lives = Lives(OURS)
+    lives.lose_the_label()
+    lives.fetch_job = {**owned_object("fetch"), "status": {"conditions": [{"type": end, "status": "True"}]}}
+
+    assert await lives.adopter().adopt(lives.job) is None
+    assert (lives.deleted, lives.requeued, lives.events) == ([], [], [Reason.NAMESPACE_NOT_SERVED])
+
+
+async def test_objects_of_others_with_the_jobs_label_are_not_deleted_and_do_not_delay_the_release() -> None:
+    lives = Lives(OURS)
+    lives.lose_the_label()
+    lives.clusters, lives.fetch_job = [owned_object("c", uid="another")], owned_object("fetch", uid="another")
+
+    assert await lives.adopter().adopt(lives.job) is None
+    assert (lives.deleted, lives.requeued, lives.events) == ([], [], [Reason.NAMESPACE_NOT_SERVED])
+
+
+async def test_a_job_that_is_handed_to_an_operator_that_does_not_serve_it_gets_an_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lives = Lives(THEIRS)
+    lives.lose_the_label()
+    adopter = lives.adopter()
+    assert await adopter.adopt(lives.job) is None
+    assert lives.events == []
+
+    lives.annotations = {ANNOTATION_OPERATOR: "ours"}
+    for _ in range(3):
+        assert await adopter.adopt(lives.job) is None
+
+    assert (lives.writes, lives.events) == ([], [Reason.NAMESPACE_NOT_SERVED])
+    assert "the annotation ppojob.dev/operator assigns the job to the operator in namespace ours" in caplog.text
 
 
 class Server:

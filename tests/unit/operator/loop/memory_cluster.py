@@ -21,6 +21,7 @@ SPEC = {
     "placement": {"actor": "actor"},
     "storage": {"claimName": "data"},
 }
+SELECTOR = {"matchLabels": {"ppojob.dev/enabled": "true"}}
 
 
 OURS = own_identity(Settings())
@@ -128,6 +129,18 @@ class MemoryCluster:
         """Return reason and message of a condition."""
         found = next(each for each in self.jobs[key]["status"]["conditions"] if each["type"] == kind)
         return found["reason"], found["message"]
+
+
+class LabelledCluster(MemoryCluster):
+    """An API server with namespaces, of which some have the label."""
+
+    def __init__(self, *keys: JobKey, labelled: str = "") -> None:
+        super().__init__(*keys)
+        self.labelled = set(labelled)
+
+    async def list_namespaces(self, selector: str) -> list[str]:
+        self._call("list_namespaces", JobKey("", selector))
+        return sorted(self.labelled)
 
 
 class SilentDashboard:

@@ -11,12 +11,11 @@ from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from ppojob_operator.plan import JobKey
 from ppojob_operator.served_namespaces import ServedNamespaces
 from ppojob_operator.settings import Settings
-from tests.unit.operator.loop.memory_cluster import OURS, MemoryCluster, make_loop, run_for
+from tests.unit.operator.loop.memory_cluster import OURS, SELECTOR, LabelledCluster, make_loop, run_for
 from tests.unit.operator.virtual_time import now
 
 pytestmark = pytest.mark.virtual_time
 
-SELECTOR = {"matchLabels": {"ppojob.dev/enabled": "true"}}
 A, B = JobKey("a", "good"), JobKey("b", "good")
 LISTED = ("list_namespaces", JobKey("", "ppojob.dev/enabled=true"))
 
@@ -25,18 +24,6 @@ LISTED = ("list_namespaces", JobKey("", "ppojob.dev/enabled=true"))
 def _virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("loop", "work_queue"):
         monkeypatch.setattr(f"ppojob_operator.{module}.monotonic", now)
-
-
-class LabelledCluster(MemoryCluster):
-    """An API server with namespaces, of which some have the label."""
-
-    def __init__(self, *keys: JobKey, labelled: str = "") -> None:
-        super().__init__(*keys)
-        self.labelled = set(labelled)
-
-    async def list_namespaces(self, selector: str) -> list[str]:
-        self._call("list_namespaces", JobKey("", selector))
-        return sorted(self.labelled)
 
 
 class Selection:
