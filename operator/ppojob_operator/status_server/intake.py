@@ -87,7 +87,7 @@ class Intake:
         # Trainers before 0.3 do not report their version.
         if report.trainer_version and (problem := unsupported_pair(self._version, report.trainer_version)):
             if reply.command is Command.STOP:
-                # A trainer that does not hear of its stop ends without a checkpoint.
+                # Without the request, the trainer would be stopped without a checkpoint.
                 return reply
             raise refusals.unsupported_version(problem)
         is_last = report.activity is Activity.FINISHED

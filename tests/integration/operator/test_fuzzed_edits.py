@@ -45,7 +45,7 @@ EDITS: list[tuple[Keys, Any]] = [
 Places = dict[str, dict[str, Any]]
 """The sections that are edited, by their path in the spec."""
 _OF_POOLS = {"resourceClaims", "topology", "resourcesPerGPU"}
-"""Fields that a head has not."""
+"""Fields that a head does not have."""
 
 
 def turns() -> Iterator[tuple[str, Keys, Any]]:

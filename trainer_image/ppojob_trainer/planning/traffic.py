@@ -1,6 +1,6 @@
 """Bytes that move in a step, by link, if each response has the most tokens that the spec allows. Called by `plan`.
 
-Pools are taken to be on hosts of their own, unless all GPUs of the job fit into one.
+Each pool is assumed to have its own hosts, unless all GPUs of the job fit into one.
 
 The links of the weights, the columns of the batch and the collectives are those of the code: `link_plans`, the columns
 that each method declares, and the calls of FSDP and of the pipeline's schedule on fake tensors.

@@ -1,4 +1,4 @@
-"""The Secret of a RayCluster is deleted with it, whoever deletes the RayCluster."""
+"""The Secret of a RayCluster is deleted with it, whatever the reason."""
 
 from collections.abc import Callable
 
