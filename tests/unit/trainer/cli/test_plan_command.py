@@ -36,7 +36,7 @@ def test_the_tables(tmp_path: Path) -> None:
         "on a GPU (CUDA IPC)",
         "seconds of a step",
         "fits: the job as it is",
-        "runs on one or two H200s or H100s (docs/measured.md). Networks between hosts are not in them.",
+        "runs on one or two H200s or H100s of one host (docs/measured.md).",
         "error against measured runs (each: --errors)",
         "seconds of a forward pass or an update",
     ):
@@ -75,3 +75,11 @@ def test_refusals_are_one_line(tmp_path: Path) -> None:
     assert found.exit_code == 1
     assert "error: spec.model.actor.path: /nowhere: no config.json on this machine. Copy the model's" in found.output
     assert "Traceback" not in found.output
+
+
+def test_a_network_without_bandwidth_is_refused(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--network", "0")
+
+    assert found.exit_code == 2
+    assert "'--network'" in found.output
+    assert "greater than or equal to" in found.output
