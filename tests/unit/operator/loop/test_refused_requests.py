@@ -230,7 +230,7 @@ async def test_a_refused_dry_run_is_a_condition_an_event_and_a_metric_and_the_tr
     method: str, resource: str, code: int
 ) -> None:
     player, metrics = Player(SPEC), OperatorMetrics()
-    async with looping(player, metrics, timeout=5.0 if code else 2.0) as loop:
+    async with looping(player, metrics, timeout=5.0 if code else 0.5) as loop:
         await loop.reconcile(GOOD)
         player.start_pods()
         for _ in range(3):
