@@ -74,7 +74,7 @@ def read_without_spec(raw: Manifest) -> Job:
         uid=metadata["uid"],
         generation=metadata["generation"],
         spec=SpecError([]),
-        status=_read_status(raw.get("status", {})),
+        status=_read_status(raw),
         is_deleting="deletionTimestamp" in metadata,
         requested_owner=requested_owner(raw),
         retry_request=_annotations(raw).get(constants.ANNOTATION_RETRY, "")[: constants.MAX_REQUEST_LENGTH],
@@ -84,23 +84,26 @@ def read_without_spec(raw: Manifest) -> Job:
     )
 
 
-def _read_status(wire: Mapping[str, Any]) -> PPOJobStatus:
+def _read_status(raw: Manifest) -> PPOJobStatus:
     """Return the status. That of a job that has ended is read without its layout if another version has written that:
     nothing runs in it any more, and the rest says when the job is deleted.
     """
+    wire = raw.get("status", {})
     try:
         return PPOJobStatus.model_validate(wire, extra="ignore")
     except ValidationError as error:
         is_of_layout = {each["loc"][0] for each in error.errors()} == {_EFFECTIVE_LAYOUT}
-        if not is_of_layout or not _is_over(wire):
+        if not is_of_layout or finished_condition(raw) is None:
             raise
         rest = {name: value for name, value in wire.items() if name != _EFFECTIVE_LAYOUT}
         return PPOJobStatus.model_validate(rest, extra="ignore")
 
 
-def _is_over(wire: Mapping[str, Any]) -> bool:
+def finished_condition(raw: Manifest) -> str | None:
+    """Return Complete or Failed if the job is over, else None."""
     over = (Condition.COMPLETE, Condition.FAILED)
-    return any(each.get("type") in over and each.get("status") == "True" for each in wire.get("conditions", []))
+    conditions = raw.get("status", {}).get("conditions", [])
+    return next((each["type"] for each in conditions if each["type"] in over and each["status"] == "True"), None)
 
 
 def requested_owner(raw: Manifest) -> str | None:

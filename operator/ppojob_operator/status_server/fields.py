@@ -133,13 +133,6 @@ def progress_reply(job: Mapping[str, Any], attempt: int, interval_seconds: int |
     )
 
 
-def finished_condition(job: Mapping[str, Any]) -> str | None:
-    """Return Complete or Failed if the job is over, else None."""
-    over = (constants.Condition.COMPLETE, constants.Condition.FAILED)
-    conditions = job.get("status", {}).get("conditions", [])
-    return next((c["type"] for c in conditions if c["type"] in over and c["status"] == "True"), None)
-
-
 def format_number(value: float) -> str:
     """Return a number as people read it: whole numbers in full, others with four significant digits.
 

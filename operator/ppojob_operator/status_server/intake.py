@@ -17,11 +17,11 @@ from ppojob_api.v1alpha1.progress import Activity, Command, FetchReport, Progres
 from ppojob_api.v1alpha1.versions import unsupported_pair
 from ppojob_operator import logs
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable, RawObject
+from ppojob_operator.reading import finished_condition
 from ppojob_operator.status_server import refusals
 from ppojob_operator.status_server.authentication import Authenticator, Caller, Sender
 from ppojob_operator.status_server.fields import (
     fetch_status,
-    finished_condition,
     newest_order,
     order_of,
     progress_reply,

@@ -8,8 +8,8 @@ import pytest
 
 from ppojob_api.v1alpha1.progress import Command, ProgressReport
 from ppojob_api.v1alpha1.status import PPOJobStatus
+from ppojob_operator.reading import finished_condition
 from ppojob_operator.status_server.fields import (
-    finished_condition,
     format_number,
     format_time,
     progress_reply,
