@@ -67,6 +67,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_on_host = False
         self._resize: Callable[[UntypedStorage, int], Any] = UntypedStorage.resize_
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside it. Otherwise torch would run the layers as they are."""
+        return True
+
     def restart(self) -> None:
         """Begin a new peak and new sums of traffic."""
         self.peak = self.now

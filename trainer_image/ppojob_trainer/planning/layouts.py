@@ -24,7 +24,7 @@ def plan_other_sizes(spec: PPOJobSpec, gpus: Mapping[str, Gpu], *, runner: Runne
     known: dict[object, Measured] = {}
 
     def once(work: Work) -> Measured:
-        passes = (work.sequences, work.num_passes, work.num_forward)
+        passes = (work.sequences, work.update_sequences, work.num_passes, work.num_forward)
         key = (work.kind, work.dims, passes, work.options.stays_gathered)
         if key not in known:
             known[key] = runner(work)

@@ -119,9 +119,6 @@ def _close_words(pool: PoolPlan) -> str:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    compiled = [role.role.name for role in plan.roles.values() if role.role.trained and role.role.trained.compile]
-    if compiled:
-        yield f"Layers are planned without `compile` ({', '.join(compiled)}), with which activations differ."
     divided = [name for name, role in plan.roles.items() if role.experts_over > 1]
     if divided:
         yield (

@@ -5,10 +5,10 @@
     update   forward, backward and AdamW's step on a full micro-batch, beside the gradients of the one before
     push     the actor's weights, gathered for the engines
 
-Called by `plan`. The engines' modules, FSDP, schedule, optimizer and losses are those of a real run; layers are not
-compiled. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, three ranks are measured:
-the first one (embedding, most micro-batches in flight), the second one (messages from both sides) and the last one
-(logits). All others need no more than the second.
+Called by `plan`. The engines' modules, FSDP, schedule, optimizer and losses are those of a real run; for compiled
+layers, see `fake_compiler`. Rank 0 has the largest shards, so it is the rank that is measured. Of a pipeline, three
+ranks are measured: the first one (embedding, most micro-batches in flight), the second one (messages from both sides)
+and the last one (logits). All others need no more than the second.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import Objective, PolicyObjective, ValueObjective
 from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.maths.losses import Denominators
+from ppojob_trainer.planning.fake_compiler import compile_on_fake_tensors
 from ppojob_trainer.planning.fake_device import LiveBytes, as_on_cuda, fake_ranks
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
@@ -64,7 +65,9 @@ def measure_stage(work: Work, stage: int) -> Measured:
         live.kinds = _kinds(parallel)
         module = _built(work, parallel)
         num_parameters, layer_parameters = _counted(module, work.config)
-        micro = None if work.kind == "reward_model" else _micro_batch(work, parallel)
+        compile_on_fake_tensors(module)
+        micro = None if work.kind == "reward_model" else _micro_batch(work, work.sequences, parallel)
+        updated = None if work.training is None else _micro_batch(work, work.update_sequences, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
             schedule = _Schedule.of(work, module, micro, parallel)
@@ -72,10 +75,10 @@ def measure_stage(work: Work, stage: int) -> Measured:
             found = _forward(work, module, micro, schedule, live, found)
             if work.kind == "actor":
                 found = _pushed(work, cast(PolicyModule, module), live, found)
-            if work.training is None:
+            if updated is None:
                 return found
-            assert micro is not None, "a reward model is not trained"
-            return _update(work, module, micro, schedule, live, found)
+            schedule = _Schedule.of(work, module, updated, parallel)
+            return _update(work, module, updated, schedule, live, found)
 
 
 def _most(stages: Sequence[Measured]) -> Measured:
@@ -97,11 +100,10 @@ def _kinds(parallel: ParallelMesh) -> dict[str, str]:
 
 
 def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
-    options = replace(work.options, compile=False)
     if work.kind == "reward_model":
-        return build_reward_model(work.config, options, parallel)[0]
+        return build_reward_model(work.config, work.options, parallel)[0]
     build: Any = build_critic if work.kind == "critic" else build_policy
-    module: nn.Module = build(work.config, options, parallel)[0]
+    module: nn.Module = build(work.config, work.options, parallel)[0]
     return module
 
 
@@ -129,13 +131,13 @@ def _expert_layers(module: nn.Module) -> int:
     return len({part.layer for part in module.stage.parts if len(part.shape) == 3})
 
 
-def _micro_batch(work: Work, parallel: ParallelMesh) -> MicroBatch:
+def _micro_batch(work: Work, sequences: int, parallel: ParallelMesh) -> MicroBatch:
     prompts, responses = [0] * work.prompt_tokens, [0] * work.response_tokens
-    rows = rollout_batch([prompts] * work.sequences, [responses] * work.sequences)
+    rows = rollout_batch([prompts] * sequences, [responses] * sequences)
     mask = rows[Keys.RESPONSE_MASK]
     zeros = mask.with_values(torch.zeros(len(mask.values)))
     batch = DataProto.from_dict(rows | dict.fromkeys(_READ_BY_LOSSES, zeros))
-    plan = MicroBatchPlan(1, work.sequences * (work.prompt_tokens + work.response_tokens))
+    plan = MicroBatchPlan(1, sequences * (work.prompt_tokens + work.response_tokens))
     fields = (Keys.RESPONSE_MASK, *_READ_BY_LOSSES)
     (micro,) = build_micro_batches(batch, plan, fields, work.response_tokens, parallel.device, parallel.sequence)
     return micro

@@ -76,11 +76,12 @@ class PlannedRole:
 class Passes:
     """How many sequences a rank computes at once, and how often.
 
-    sequences: of the fullest micro-batch. in_batch: passes over a rank's whole batch. in_minibatch: of an optimizer
-    step. minibatches: optimizer steps of a training step.
+    sequences: of the fullest micro-batch of a rank's whole batch. update_sequences: of that of a minibatch. in_batch:
+    passes over the whole batch. in_minibatch: of an optimizer step. minibatches: optimizer steps of a training step.
     """
 
     sequences: int
+    update_sequences: int
     in_batch: int
     in_minibatch: int
     minibatches: int
@@ -163,14 +164,14 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
     whole = _rows(spec.data.train_batch_size * samples, ranks)
     if role.name == "reward_model":
         parts = padded_parts([length] * whole, role.max_tokens)
-        return Passes(max(map(len, parts)), len(parts), 0, 0)
+        return Passes(max(map(len, parts)), 0, len(parts), 0, 0)
     most = role.max_tokens * dims.slices
     batch = _micro_batches(length, whole, most, dims)
     if role.training is None:
-        return Passes(max(map(len, batch)), len(batch), 0, 0)
+        return Passes(max(map(len, batch)), 0, len(batch), 0, 0)
     part = _micro_batches(length, _rows(role.training.mini_batch_size * samples, ranks), most, dims)
     updates = spec.data.train_batch_size // role.training.mini_batch_size * spec.algorithm.epochs
-    return Passes(max(map(len, [*batch, *part])), len(batch), len(part), updates)
+    return Passes(max(map(len, batch)), max(map(len, part)), len(batch), len(part), updates)
 
 
 def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Work:
@@ -185,6 +186,7 @@ def work_of(spec: PPOJobSpec, role: PlannedRole, *, stays_gathered: bool) -> Wor
         options=options,
         dims=role.dims(spec),
         sequences=passes.sequences,
+        update_sequences=passes.update_sequences,
         num_passes=passes.in_minibatch,
         num_forward=passes.in_batch,
         prompt_tokens=spec.data.max_prompt_length,

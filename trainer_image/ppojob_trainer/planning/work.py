@@ -16,12 +16,12 @@ __all__ = ["Measured", "Traffic", "Work"]
 
 @dataclass(frozen=True)
 class Work:
-    """One role's model and its fullest pass.
+    """One role's model and its fullest passes.
 
-    kind: actor, critic, ref or reward_model. dims: of its ranks. sequences: of a full micro-batch, each of
-    prompt_tokens and response_tokens. num_passes: micro-batches of a minibatch. num_forward: micro-batches of the whole
-    batch; only a pipeline's memory depends on it. training: None if nothing is trained. per_host: ranks of a host;
-    None: all.
+    kind: actor, critic, ref or reward_model. dims: of its ranks. sequences: of the fullest micro-batch of the whole
+    batch, each of prompt_tokens and response_tokens. update_sequences: of the fullest one of a minibatch. num_passes:
+    micro-batches of a minibatch. num_forward: micro-batches of the whole batch; only a pipeline's memory depends on it.
+    training: None if nothing is trained. per_host: ranks of a host; None: all.
     """
 
     kind: str
@@ -33,6 +33,7 @@ class Work:
     prompt_tokens: int
     response_tokens: int
     training: ActorSpec | CriticSpec | None = None
+    update_sequences: int = 0
     num_forward: int = 1
     per_host: int | None = None
 

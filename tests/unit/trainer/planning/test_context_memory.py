@@ -30,7 +30,7 @@ GATHERED = TOKENS * 2 * (HIDDEN // 4 * 2) * 2
 def work(folder: Path, dims: ParallelDims, **options: Any) -> Work:
     config = AutoConfig.from_pretrained(write_config(folder))
     load = LoadOptions(gradient_checkpointing=True, **options)
-    return Work("actor", config, load, dims, SEQUENCES, 2, PROMPT, RESPONSE, ActorSpec())
+    return Work("actor", config, load, dims, SEQUENCES, 2, PROMPT, RESPONSE, ActorSpec(), SEQUENCES)
 
 
 def test_bytes_of_gathered_keys_by_hand(tmp_path: Path) -> None:
@@ -76,7 +76,9 @@ def test_a_group_over_several_nodes_is_planned_as_it_runs(tmp_path: Path) -> Non
 def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes with the real engine, on the CPU: so the plan takes the CPU's paths here, too."""
     # Twice the tokens of a rank are in a micro-batch.
-    planned_work = replace(work(tmp_path, TWO), sequences=2 * SEQUENCES, num_passes=MICRO_BATCHES // 2)
+    planned_work = replace(
+        work(tmp_path, TWO), sequences=2 * SEQUENCES, update_sequences=2 * SEQUENCES, num_passes=MICRO_BATCHES // 2
+    )
     with monkeypatch.context() as patched:
         patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
         planned = measure(planned_work)

@@ -35,7 +35,7 @@ IN_SLICES = ParallelDims(tensor=2, expert=2)
 def work(folder: Path, dims: ParallelDims, per_token: int = PER_TOKEN, passes: int = 2, **options: Any) -> Work:
     path = write_experts(folder, num_experts=EXPERTS, num_experts_per_tok=per_token, num_hidden_layers=LAYERS)
     config, load = AutoConfig.from_pretrained(path), LoadOptions(gradient_checkpointing=True, **options)
-    return Work("actor", config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, ActorSpec(), num_forward=passes)
+    return Work("actor", config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, ActorSpec(), SEQUENCES, passes)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def work(folder: Path, dims: ParallelDims = ALONE, kind: str = "actor", passes: 
     config = AutoConfig.from_pretrained(write_config(folder))
     training = ActorSpec() if kind == "actor" else CriticSpec() if kind == "critic" else None
     load = LoadOptions(is_frozen=training is None, **options)
-    return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training)
+    return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, SEQUENCES)
 
 
 def parameters(folder: Path) -> int:

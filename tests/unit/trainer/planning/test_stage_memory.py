@@ -40,7 +40,7 @@ def work(
     config = AutoConfig.from_pretrained(write_config(folder, num_hidden_layers=layers))
     training = ActorSpec() if kind == "actor" else CriticSpec() if kind == "critic" else None
     load = LoadOptions(is_frozen=training is None, **options)
-    return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, num_forward=passes)
+    return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, SEQUENCES, passes)
 
 
 def stages_of(found: Work) -> list[Measured]:
