@@ -98,7 +98,7 @@ def _below(top: Path) -> list[Path]:
 
 
 def _thaw(folders: list[Path]) -> None:
-    """Let frozen processes go on, so that they can end. A runtime that is killed while it ends a container leaves some."""
+    """Let frozen processes end: a runtime that is killed while it ends a container leaves some."""
     frozen = [(folder / name, word) for folder in folders for name, word in _FREEZERS.items()]
     for file, thawed in frozen:
         if file.is_file():
