@@ -191,7 +191,12 @@ def convert(
     ] = None,
     launch: Annotated[
         int | None,
-        typer.Option("--launch", min=1, help="Number of the launch, if the script has several.", show_default="1"),
+        typer.Option(
+            "--launch",
+            min=1,
+            help="Number of the launch, from 1; required if the script has several.",
+            show_default="the only one",
+        ),
     ] = None,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that bash may take.")] = 30.0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything was not converted.")] = False,
