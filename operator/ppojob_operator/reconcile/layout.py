@@ -121,6 +121,8 @@ def layout_applied(situation: Situation) -> Finding | None:
         return Finding("False", Reason.INVALID_SPEC, f"{_CONTINUES}{refusal}")
     if situation.condition(Condition.LAYOUT_APPLIED) is None or change(situation):
         return None
+    if situation.cluster is None and situation.observed.last_error:
+        return Finding("False", Reason.CLUSTER_REFUSED, "condition PoolsReady says why this layout has no RayCluster")
     return Finding("True", Reason.LAYOUT_APPLIED, "the layout of the spec is in force")
 
 

@@ -50,8 +50,8 @@ _NORMAL_CONDITIONS = {
     (Condition.MODEL_UPLOADED, "True"),
     (Condition.SUSPENDED, "True"),
 }
-_SAID_BY_ANOTHER = {(Condition.TEMPLATE_RESOLVED, "False")}
-"""No Event is written for these, because condition Accepted has the same reason."""
+_SAID_BY_ANOTHER = {(Condition.TEMPLATE_RESOLVED, "False"), (Condition.LAYOUT_APPLIED, Reason.CLUSTER_REFUSED)}
+"""No Event is written for these statuses or reasons: Accepted and PoolsReady have the same reason and one Event."""
 _NORMAL_REASONS = {Reason.FETCHING, Reason.QUEUED, Reason.SUSPENDING, Reason.RESUMED, Reason.REALLOCATING}
 """Reasons with a Normal Event, whatever the status."""
 _WARNING_REASONS = {
@@ -126,7 +126,7 @@ def condition_events(old: Sequence[ConditionStatus], new: Sequence[ConditionStat
         if before.get(condition.type) == (condition.status, condition.reason):
             continue
         state = (condition.type, condition.status)
-        if state in _SAID_BY_ANOTHER:
+        if not {state, (condition.type, condition.reason)}.isdisjoint(_SAID_BY_ANOTHER):
             continue
         is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
         if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:

@@ -64,6 +64,19 @@ def test_then_it_continues_with_the_new_layout_as_the_next_attempt() -> None:
     assert JobFile.model_validate_json(text).spec.pools[1].nodes == 2
 
 
+def test_a_layout_whose_raycluster_the_api_server_refuses_is_not_in_force() -> None:
+    world = relaid(TWO_CRITICS).see(clusters=(), last_error="nodeSelector.gpu: expected string")
+
+    world.look()
+
+    assert world.verdict(Condition.POOLS_READY) == ("False", Reason.CLUSTER_REFUSED)
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("False", Reason.CLUSTER_REFUSED)
+    assert "PoolsReady" in world.condition(Condition.LAYOUT_APPLIED).message
+    assert world.said.count(Reason.CLUSTER_REFUSED) == 1
+    world.see(last_error="").settle()
+    assert world.verdict(Condition.LAYOUT_APPLIED) == ("True", Reason.LAYOUT_APPLIED)
+
+
 def test_it_is_no_retry_and_waits_for_nothing() -> None:
     world = relaid(TWO_CRITICS)
 
