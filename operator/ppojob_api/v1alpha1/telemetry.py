@@ -48,7 +48,7 @@ class TelemetrySpec(ApiModel):
     prometheus_port: int = Field(default=9464, ge=0, le=65_535)
     """Port of the head pod that serves the metrics of the last step at `/metrics`; 0: none."""
     samples_per_step: int = Field(default=4, ge=0, le=64)
-    """Number of responses of each step and validation to write, with prompt and score, to samples.jsonl and to the log
+    """Number of responses, with prompt and score, to keep of each step and validation, in samples.jsonl and in the log
     of reward-0 (reward_model-0 if only a model scores)."""
     profile: ProfileSpec | None = None
     """Steps to profile with torch's profiler. Absent: none."""
