@@ -215,7 +215,7 @@ def serve(operator: Operator) -> Serve:
     @asynccontextmanager
     async def serve(**settings: Any) -> AsyncIterator[Running]:
         async with operator.connect() as api:
-            running = _make(ProgressCluster(ApiServer(api, timeout=10.0)), operator.namespace, settings)
+            running = _make(ProgressCluster(ApiServer(api, timeout=30.0)), operator.namespace, settings)
             await running.server.prepare()
             task = asyncio.create_task(running.server.run(running.stop))
             try:
@@ -253,7 +253,7 @@ def _make(port: ProgressCluster, namespace: str, settings: dict[str, Any]) -> Ru
 
 
 async def _until_open(port: int, task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not task.done():
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
