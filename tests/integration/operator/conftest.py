@@ -103,7 +103,7 @@ def render_chart(namespace: str, *more: str) -> list[dict[str, Any]]:
     values = ["crds.install=false", f"watchNamespaces={{{namespace}}}", "jobNetworkPolicy.enabled=true", *more]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
-        [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False
+        [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]

@@ -26,7 +26,7 @@ def limited(kubectl: Any, kind: str, spec: dict[str, Any]) -> Iterator[None]:
     metadata = {"name": "team", "namespace": kubectl.namespace}
     assert kubectl.apply({"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec}).returncode == 0
     if kind == "ResourceQuota":
-        kubectl("wait", "--for=jsonpath={.status.hard}", "resourcequota/team", "--timeout=60s")
+        kubectl("wait", "--for=jsonpath={.status.hard}", "resourcequota/team", "--timeout=240s")
     try:
         yield
     finally:

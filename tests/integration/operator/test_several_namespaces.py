@@ -59,7 +59,7 @@ def may(rights: Rights, tmp_path: Path, namespace: str, verb: str, resource: str
     """Whether the operator's account may do something in a namespace."""
     (tmp_path / "kubeconfig").write_text(json.dumps(rights.kubeconfig))
     command = ["kubectl", f"--kubeconfig={tmp_path}/kubeconfig", f"--namespace={namespace}", "auth", "can-i"]
-    done = subprocess.run([*command, verb, resource], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, verb, resource], capture_output=True, text=True, timeout=300, check=False)
     return done.stdout.strip() == "yes"
 
 

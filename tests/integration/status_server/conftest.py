@@ -35,7 +35,7 @@ def render(namespace: str, *values: str) -> list[dict[str, Any]]:
     """Return the chart's objects, without the definition of PPOJob."""
     settings = [f"--set={value}" for value in ("crds.install=false", *values)]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 
