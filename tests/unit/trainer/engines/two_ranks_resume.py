@@ -17,7 +17,7 @@ from ppojob_trainer.engines.network import connect
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
-from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
+from tests.unit.trainer.engines.two_ranks import LIMIT_S, WORLD_SIZE, make_critic, make_policy, shard
 
 
 def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
@@ -31,7 +31,9 @@ def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
+    parallel = init_process_group(
+        Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 200), 200
+    )
     seen = go_on(parallel, model, shard(rank), out)
     policy = seen.pop("policy")
     policy.save(out / "background", in_background=True)
