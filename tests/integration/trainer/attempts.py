@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,24 @@ def attempt(number: int, root: Path, job: JobFile) -> Iterator[subprocess.Popen[
 
 
 def processes_of(root: Path) -> dict[str, psutil.Process]:
-    """Return the processes of a run, by role and rank: each has a child that copies its output."""
+    """Return the processes of a run, by role and rank: each has a child that copies its output.
+
+    The copier ends a little later than its process, and has another parent until then.
+    """
     found = {}
     for copier in psutil.process_iter(["cmdline", "ppid"]):
         match copier.info["cmdline"]:
             case ["tee", "-a", path] if Path(path).is_relative_to(root):
-                found[Path(path).stem] = psutil.Process(copier.info["ppid"])
+                with suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(copier.info["ppid"])
+                    if "ray::" in " ".join(process.cmdline()):
+                        found[Path(path).stem] = process
     return found
+
+
+def num_resumed(root: Path) -> int:
+    """Return how many attempts have logged that they resume."""
+    return (root / "output.txt").read_text(errors="replace").count(RESUMED)
 
 
 def core_of(rollout: psutil.Process) -> psutil.Process:

@@ -17,7 +17,7 @@ from ppojob_trainer.engines.network import connect
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto
-from tests.unit.trainer.engines.two_ranks import LIMIT_S, WORLD_SIZE, make_critic, make_policy, shard
+from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
 
 def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
