@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,22 @@ def attempt(number: int, root: Path, job: JobFile) -> Iterator[subprocess.Popen[
 
 
 def processes_of(root: Path) -> dict[str, psutil.Process]:
-    """Return the processes of a run, by role and rank: each has a child that copies its output.
-
-    The copier ends a little later than its process, and has another parent until then.
-    """
+    """Return the processes of a run, by role and rank: each has a child that copies its output."""
     found = {}
     for copier in psutil.process_iter(["cmdline", "ppid"]):
         match copier.info["cmdline"]:
-            case ["tee", "-a", path] if Path(path).is_relative_to(root):
-                with suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(copier.info["ppid"])
-                    if "ray::" in " ".join(process.cmdline()):
-                        found[Path(path).stem] = process
+            case ["tee", "-a", path] if Path(path).is_relative_to(root) and (of := _worker(copier.info["ppid"])):
+                found[Path(path).stem] = of
     return found
+
+
+def _worker(number: int) -> psutil.Process | None:
+    """Return a process of Ray; None: it has ended. What copies its output ends later, and has another parent then."""
+    try:
+        process = psutil.Process(number)
+        return process if "ray::" in " ".join(process.cmdline()) else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def num_resumed(root: Path) -> int:
