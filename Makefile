@@ -1,4 +1,4 @@
-# One command per intent; `make help` lists them. The continuous integration calls `make test`, people too.
+# One command for each purpose; `make help` lists them. Developers and the continuous integration call `make test`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,26 +8,26 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# What tools/cluster needs, and neither torch nor vLLM: the demo on somebody's own cluster installs no more.
+# The packages of tools/cluster, without torch and vLLM: the demo on your own cluster installs only these.
 CLUSTER_VENV := .venv-cluster
 CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
 CLUSTER := $(CLUSTER_VENV)/bin/python -m tools.cluster
-# With vLLM for CUDA, which has no place beside vLLM for the CPU.
+# With vLLM for CUDA, which cannot be installed together with vLLM for the CPU.
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
-# What builds the documentation's site.
+# The packages that build the documentation's site.
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 BENCH_VENV := $(if $(findstring CPU,$(BENCH)),$(VENV),$(if $(shell command -v nvidia-smi),$(GPU_VENV),$(VENV)))
 # Where tools/cluster puts helm and kubectl.
 CLUSTER_BIN := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/ppojob/bin
-# Dozens of processes load torch and vLLM in turn: what Python compiles once is kept (30 s a process otherwise).
+# Dozens of processes import torch and vLLM, so Python's compiled files are kept (otherwise an import takes 30 s more).
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(VENV)/bin:$(CLUSTER_BIN):$(PATH)
-# A machine without uv gets it from pip, in an environment of its own.
+# A machine without uv gets it from pip, in a separate environment.
 UV := $(or $(shell command -v uv),.build/uv/bin/uv)
 PYTEST := $(PYTHON) -m pytest --durations=15
-# A file's tests stay in one process, so that what they share is made once; more threads than processes would only wait.
+# A file's tests stay in one process, so that their fixtures are created once; more threads than processes would only wait.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=logical --maxprocesses=4 --dist=loadfile
 
 .PHONY: help
@@ -37,14 +37,14 @@ help: ## List the targets.
 # --- environment ---
 
 .PHONY: install
-install: $(STAMP) ## Make .venv with the pinned development requirements and the project itself (editable).
+install: $(STAMP) ## Create .venv with the pinned development requirements and the project itself (editable).
 
 .build/uv/bin/uv:
 	python3 -m venv .build/uv
 	.build/uv/bin/python -m pip install --quiet uv
 
 .PHONY: install-gpu
-install-gpu: $(GPU_STAMP) ## Make .venv-gpu, for `ppojob run` on this machine's own NVIDIA GPUs.
+install-gpu: $(GPU_STAMP) ## Create .venv-gpu, for `ppojob run` on this machine's NVIDIA GPUs.
 
 $(STAMP): requirements/dev.txt
 $(GPU_STAMP): requirements/trainer.txt
@@ -81,7 +81,7 @@ format: install ## Format the code and fix what ruff can fix.
 	$(VENV)/bin/ruff format .
 
 .PHONY: types
-types: install ## Check the types (mypy, strict), those of the tests too.
+types: install ## Check the types (mypy, strict), also those of the tests.
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.site --package tools.suite
 	$(VENV)/bin/mypy --explicit-package-bases tests/unit tests/integration tests/e2e
@@ -91,13 +91,13 @@ contracts: install ## Check who imports whom (import-linter).
 	$(VENV)/bin/lint-imports
 
 .PHONY: generate
-generate: install ## Write CRD and policy, the chart's copies, the references and diagrams of the documents, and the chart's table of values.
+generate: install ## Write the CRD and its policy, the chart's copies, the references and diagrams of the documents, and the chart's table of values.
 	$(PYTHON) -m ppojob_api.v1alpha1.generate
 	$(PYTHON) charts/readme.py
 	$(PYTHON) -m tools.site
 
 .PHONY: plan-error
-plan-error: install ## Compute the error of `ppojob plan` against measured runs again: some minutes, after a change of engine or plan.
+plan-error: install ## Compute the error of `ppojob plan` against measured runs again (some minutes), after a change of an engine or of the plan.
 	OMP_NUM_THREADS=1 $(PYTHON) -m ppojob_trainer.planning.comparison > .build/comparison.json
 	mv .build/comparison.json trainer_image/ppojob_trainer/planning/comparison.json
 
@@ -112,7 +112,7 @@ tools: $(CLUSTER_STAMP) ## Build helm, which some checks call.
 	@$(CLUSTER) build helm
 
 .PHONY: unit
-unit: tools ## Run the unit tests, but for those marked slow.
+unit: tools ## Run the unit tests, except those marked slow.
 	$(PYTEST_PARALLEL) tests/unit -m "not slow"
 
 .PHONY: unit-slow
@@ -120,12 +120,12 @@ unit-slow: install ## Run the unit tests that take long: those that start severa
 	$(PYTEST_PARALLEL) tests/unit -m "slow and not long"
 
 .PHONY: golden
-golden: install ## Compare the examples' manifests with those that were reviewed; UPDATE=1 writes them again.
+golden: install ## Compare the examples' manifests with the reviewed files; UPDATE=1 writes the files again.
 	$(if $(UPDATE),$(PYTHON) -m tests.golden.golden_manifests --update)
 	$(PYTEST) tests/golden
 
 .PHONY: gpu
-gpu: install-gpu ## Run the tests that need GPUs on those of this machine; the versions come first.
+gpu: install-gpu ## Run the tests that need GPUs, on this machine's GPUs; print the versions first.
 	$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --constraint requirements/dev.txt pytest pytest-asyncio pytest-timeout
 	$(GPU_VENV)/bin/python -m pytest tests/gpu --capture=no --durations=15
 
@@ -141,7 +141,7 @@ bench-operator: install ## Measure the operator with many jobs on the running cl
 oracles: install ## Compare the formulas with verl's and TRL's, each in an environment of its own.
 	$(PYTEST_PARALLEL) tests/oracles
 
-# What adds float32 numbers in another order on another processor: the instructions that MKL and ATen choose.
+# MKL and ATen choose their instructions by the processor, and each choice adds float32 numbers in another order.
 NUMERICS_MKL := COMPATIBLE AVX2 AVX512
 NUMERICS_ATEN := default avx2 avx512
 NUMERIC_TESTS := $(addprefix tests/unit/trainer/,maths engines worker_groups/test_advantages_over_ranks.py) tests/oracles
@@ -158,7 +158,7 @@ architecture: install ## Check the tree's own rules (sizes, layers, words).
 	$(PYTEST) tests/architecture
 
 .PHONY: check
-check: lint types contracts generate-check unit golden architecture ## The quick part, before every commit: one to three minutes on two cores.
+check: lint types contracts generate-check unit golden architecture ## Run the quick checks, before every commit: one to three minutes on two cores.
 
 # --- documentation ---
 
@@ -188,21 +188,21 @@ image-trainer-cuda: ## Build the trainer's image for NVIDIA GPUs.
 	python3 -m tools.images build trainer-cuda
 
 .PHONY: image-check
-image-check: ## Import in the images all that their programs import, and build upon them (IMAGES="operator").
+image-check: ## Import in the images everything that their programs import, and add a package to the trainer's (IMAGES="operator").
 	python3 -m tools.images check $(IMAGES)
 
 .PHONY: push
-push: ## Push the images that were built (REGISTRY=registry.example/team; IMAGES="operator trainer-cuda").
+push: ## Push the built images (REGISTRY=registry.example/team; IMAGES="operator trainer-cuda").
 	python3 -m tools.images push $(IMAGES)
 
 # --- the one-node cluster ---
 
 .PHONY: cluster-up
-cluster-up: $(CLUSTER_STAMP) ## Start the one-node Kubernetes with KubeRay (the first time builds it: about 15 minutes).
+cluster-up: $(CLUSTER_STAMP) ## Start the one-node Kubernetes with KubeRay; the first start builds it, which takes about 15 minutes.
 	$(CLUSTER) up
 
 .PHONY: cluster-down
-cluster-down: $(CLUSTER_STAMP) ## End it and remove all that it left on the machine.
+cluster-down: $(CLUSTER_STAMP) ## Stop the one-node cluster, and remove everything that it left on the machine.
 	$(CLUSTER) down
 
 .PHONY: images
@@ -210,13 +210,13 @@ images: $(CLUSTER_STAMP) ## Build the operator's and the trainer's image into th
 	$(CLUSTER) image operator trainer
 
 .PHONY: trainer
-trainer: install ## Run the trainer's parts together on a real Ray.
+trainer: install ## Run the tests of the trainer's parts together, on a real Ray.
 	$(PYTEST) tests/integration/trainer -m "not long"
 
 .PHONY: integration
-integration: install ## Run operator, chart and CRD against the cluster.
+integration: install ## Run the tests of operator, chart and CRD on the cluster.
 	$(PYTEST_PARALLEL) tests/integration/operator tests/integration/status_server -m "not long"
-	@# They replace the definition of PPOJob, so nobody else may have jobs meanwhile.
+	@# They replace the definition of PPOJob, so no other test may have jobs at the same time.
 	$(PYTEST) tests/integration/crd tests/integration/chart -m "not long"
 
 FUZZ := 10000
@@ -253,10 +253,10 @@ python-versions: install | $(filter .build/%,$(UV)) ## Install, import and test 
 	UV=$(abspath $(UV)) $(PYTHON) -m tools.release.pythons $(PYTHON_VERSIONS)
 
 .PHONY: test
-test: install ## Everything, two parts at a time; a table at the end.
+test: install ## Run all tests of the CI, two parts at a time, and print a table at the end.
 	$(PYTHON) -m tools.suite
 
 .PHONY: demo
-demo: $(CLUSTER_STAMP) ## From nothing to a trained model on the one-node cluster (or on yours: KUBECONFIG, IMAGE, OPERATOR_IMAGE).
+demo: $(CLUSTER_STAMP) ## Start the one-node cluster and train a model on it; or train on your own (KUBECONFIG, IMAGE, OPERATOR_IMAGE).
 	$(CLUSTER) demo
 

@@ -47,7 +47,7 @@ class Site:
     """The storage, as this host sees it."""
     trainer_image: str
 
-    def kubectl(self, *arguments: str, limit: float = 60.0, stdin: str | None = None) -> str:
+    def kubectl(self, *arguments: str, limit: float = 180.0, stdin: str | None = None) -> str:
         """Run kubectl in the namespace."""
         return self.cluster.kubectl(f"--namespace={self.namespace}", *arguments, limit=limit, stdin=stdin)
 
@@ -101,15 +101,12 @@ class Site:
 
         wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
 
-    def condition(self, name: str, kind: str) -> dict[str, str]:
-        """One of its conditions; {} if it is not there."""
-        found = [item for item in self.job(name).get("status", {}).get("conditions", []) if item["type"] == kind]
-        return found[0] if found else {}
-
     def await_condition(self, name: str, kind: str, status: str, *, limit: float, reason: str = "") -> dict[str, str]:
         """Wait until a condition has the status (and the reason) and return it; another end fails at once."""
+        found: dict[str, str] = {}
 
         def missing() -> str:
+            nonlocal found
             conditions = {item["type"]: item for item in self.job(name).get("status", {}).get("conditions", [])}
             found = conditions.get(kind, {})
             if found.get("status") == status and reason in ("", found.get("reason")):
@@ -119,7 +116,7 @@ class Site:
             return f"{kind} of {name} is {found}"
 
         wait_until(f"{kind}={status} {reason} of {name}", missing, limit=limit, interval=1)
-        return self.condition(name, kind)
+        return found
 
     def root(self, name: str) -> Path:
         """The job's own folder in the storage, as this host sees it."""

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import FEW_SAMPLES, await_resumption, await_step, small_pools
 from tests.ports import server_port
+from tools.cluster.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -245,7 +246,7 @@ def test_the_plugin_shows_a_job_that_has_ended_and_fetches_what_it_left(
     with site.ppo_until_left("dashboard", NAME, "--tensorboard", f"--port={port}"):
         assert _answer(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", limit=120)
     selector = "--selector=app.kubernetes.io/managed-by=kubectl-ppo"
-    site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=50s")
+    site.kubectl("wait", "--for=delete", "pods", selector, "--timeout=150s")
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -267,13 +268,20 @@ def _answer(url: str, limit: float) -> Any:
 def test_the_cluster_is_released_and_the_events_say_what_happened(site: Site, done: Any) -> None:
     events = site.get("events", f"--field-selector=involvedObject.kind=PPOJob,involvedObject.name={NAME}")["items"]
 
-    assert site.get("rayclusters")["items"] == []
+    wait_until("the RayCluster to be deleted", lambda: ", ".join(left_of_job(site, "rayclusters")), limit=120)
     assert {"PodsReady", "TrainerSubmitted", "TrainerSucceeded"} <= {event["reason"] for event in events}
+
+
+def left_of_job(site: Site, kinds: str) -> list[str]:
+    """Return the names of the job's objects."""
+    names = (item["metadata"]["name"] for item in site.get(kinds)["items"])
+    return [name for name in names if NAME in name]
 
 
 def test_deleting_the_job_leaves_the_storage_and_nothing_else(site: Site, done: Any) -> None:
     site.delete(NAME)
 
-    left = site.get("configmaps,serviceaccounts,secrets,rayclusters,services")["items"]
-    assert [item["metadata"]["name"] for item in left if NAME in item["metadata"]["name"]] == []
+    # The garbage collector deletes them after the job.
+    kinds = "configmaps,serviceaccounts,secrets,rayclusters,services"
+    wait_until("the job's objects to be deleted", lambda: ", ".join(left_of_job(site, kinds)), limit=120)
     assert (site.root(NAME) / "model" / "config.json").exists()

@@ -39,7 +39,9 @@ def applied(site: Site) -> Site:
 
 
 def test_a_claim_that_does_not_exist_is_named(applied: Site) -> None:
-    condition = applied.await_condition("no-claim", "Accepted", "False", limit=60, reason="StorageMissing")
+    condition = applied.await_condition(
+        "no-claim", "Accepted", "False", limit=PATIENCE_SECONDS, reason="StorageMissing"
+    )
 
     assert "not-there" in condition["message"]
     assert applied.get("rayclusters", "--selector=ppojob.dev/job=no-claim")["items"] == []

@@ -8,7 +8,7 @@ from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import small_pools
 from tools.cluster.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 NAME = "head-without-a-node"
 CHANGES: dict[str, Any] = {"pools": small_pools(), "head": {"nodeSelector": {"no-node-has": "this-label"}}}
@@ -25,7 +25,7 @@ def test_a_deleted_job_releases_the_pods_that_wait_for_its_head(site: Site) -> N
     wait_until(
         "the pods of both pools to wait for the head",
         lambda: "" if init_containers_that_run(site) == ["wait-gcs-ready"] * 2 else "not yet",
-        limit=120,
+        limit=300,
         interval=1,
     )
 

@@ -75,10 +75,16 @@ def cluster() -> Kubectl:
 def define(kubectl: Kubectl) -> None:
     """Apply the CRD and its policy, and wait until both are in force."""
     kubectl("apply", "--server-side", "--force-conflicts", f"--filename={PROJECT / 'crds'}")
+    wait_until_served(kubectl)
+    _await(lambda: POLICY_DENIED in _try_bad_job(kubectl).stderr, "the policy of PPOJob does not become active")
+
+
+def wait_until_served(kubectl: Kubectl) -> None:
+    """Wait until the API server serves PPOJobs of a CRD that is applied."""
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
     for sign in ("jsonpath={.status.conditions}", "condition=Established"):
         kubectl("wait", f"--for={sign}", "--timeout=240s", "crd/ppojobs.ppojob.dev")
-    _await(lambda: POLICY_DENIED in _try_bad_job(kubectl).stderr, "the policy of PPOJob does not become active")
+    _await(lambda: kubectl.run("get", "ppojobs").returncode == 0, "PPOJobs are not served")
 
 
 def delete_policy(kubectl: Kubectl) -> None:

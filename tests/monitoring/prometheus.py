@@ -2,22 +2,22 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from tests.monitoring.simulation import Sample
+from tests.ports import server_port
 
 MISSING = "there is no prometheus and promtool on the PATH: on Debian `apt-get install prometheus` brings both"
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 
 
 def are_installed() -> bool:
@@ -78,7 +78,7 @@ class Prometheus:
         try:
             with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, ConnectionError):
+        except (OSError, HTTPException):
             return False
 
 
@@ -106,9 +106,7 @@ def serving(folder: Path, database: Path, configuration: str = "", *, lookback: 
     """
     config = folder / "prometheus.yml"
     config.write_text(configuration)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{server_port()}"
     command = [
         "prometheus", f"--config.file={config}", f"--storage.tsdb.path={database}", f"--web.listen-address={address}",
         "--storage.tsdb.retention.time=100y", "--log.level=warn", f"--query.lookback-delta={lookback}",
@@ -123,7 +121,7 @@ def serving(folder: Path, database: Path, configuration: str = "", *, lookback: 
             yield server
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=120)
 
 
 def wait_until(is_true: Callable[[], object], what: str) -> None:

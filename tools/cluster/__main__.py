@@ -25,8 +25,8 @@ app = typer.Typer(help="A real one-node Kubernetes with KubeRay.", no_args_is_he
 
 
 @app.command()
-def build(names: Annotated[list[str] | None, typer.Argument(help="Go modules; all if none is named.")] = None) -> None:
-    """Build the binaries (again only where their Go module changed)."""
+def build(names: Annotated[list[str] | None, typer.Argument(help="Names of Go modules. Default: all.")] = None) -> None:
+    """Build the binaries whose Go module has changed."""
     stages = Stages()
     cluster.build(Layout.from_environment(), stages, names or [])
     if not names:
@@ -35,7 +35,7 @@ def build(names: Annotated[list[str] | None, typer.Argument(help="Go modules; al
 
 @app.command()
 def up() -> None:
-    """Start the cluster, or find it running."""
+    """Start the cluster, if it does not run, and print the exports for a shell."""
     layout, stages = Layout.from_environment(), Stages()
     with cluster.locked(layout):
         cluster.up(layout, stages)
@@ -45,7 +45,7 @@ def up() -> None:
 
 @app.command()
 def down(purge: Annotated[bool, typer.Option(help="Remove the cached images too.")] = False) -> None:
-    """End the cluster and remove all that it left on the machine, its storage included."""
+    """Stop the cluster, and remove everything that it left on the machine, also its storage."""
     layout, stages = Layout.from_environment(), Stages()
     with cluster.locked(layout):
         cluster.down(layout, stages, purge=purge)
@@ -54,7 +54,7 @@ def down(purge: Annotated[bool, typer.Option(help="Remove the cached images too.
 
 @app.command()
 def status() -> None:
-    """Say which processes run and whether the cluster is healthy; the exit code is 1 if it is not."""
+    """Show which processes run, and whether the cluster is healthy. Exit with 1 if it is not."""
     layout = Layout.from_environment()
     processes = Processes(layout)
     for name in (*cluster.CORE, *cluster.SATELLITES, kwok.PROCESS):
@@ -77,9 +77,9 @@ def env() -> None:
 @app.command()
 def image(
     names: Annotated[list[str], typer.Argument(help="operator, trainer, or both.")],
-    fetch: Annotated[bool, typer.Option(help="Let the node fetch them now.")] = True,
+    fetch: Annotated[bool, typer.Option(help="Let the node pull the images now.")] = True,
 ) -> None:
-    """Build images of the working tree and push them to the cluster's registry; prints their names last."""
+    """Build images of the working tree, push them to the cluster's registry, and print their names."""
     layout, stages = Layout.from_environment(), Stages()
     built = [images.ensure_in_cluster(layout, stages, name, fetch=fetch) for name in names]
     print("\n".join(item.name for item in built))
@@ -87,7 +87,7 @@ def image(
 
 @app.command()
 def prune() -> None:
-    """Remove the images that neither the working tree nor a pod uses."""
+    """Remove images that neither the working tree nor a pod uses."""
     stages = Stages()
     with stages.stage("remove unused images") as stage:
         stage.note = ", ".join(remove_unused(Layout.from_environment())) or "none"
@@ -95,11 +95,13 @@ def prune() -> None:
 
 @app.command()
 def demo(
-    image: Annotated[str, typer.Option(envvar="IMAGE", help="The trainer's image, for a cluster of your own.")] = "",
-    operator_image: Annotated[str, typer.Option(envvar="OPERATOR_IMAGE", help="The operator's image, likewise.")] = "",
+    image: Annotated[str, typer.Option(envvar="IMAGE", help="The trainer's image, for your own cluster.")] = "",
+    operator_image: Annotated[
+        str, typer.Option(envvar="OPERATOR_IMAGE", help="The operator's image, for your own cluster.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=60, help="Seconds that the training may take.")] = 2400,
 ) -> None:
-    """From nothing to a trained model; with KUBECONFIG, IMAGE and OPERATOR_IMAGE on a cluster of your own."""
+    """Train a model on the one-node cluster, or on your own with KUBECONFIG, IMAGE and OPERATOR_IMAGE."""
     layout, stages = Layout.from_environment(), Stages()
     target = choose(layout, trainer_image=image, operator_image=operator_image)
     names = None if target.is_ours else ImageNames(trainer=image, operator=operator_image)
@@ -115,9 +117,9 @@ def demo(
 
 @app.command("kwok")
 def kwok_nodes(
-    count: Annotated[int, typer.Argument(min=1, max=1000, help="How many nodes.")],
-    prefix: Annotated[str, typer.Option(help="Their names begin with it.")] = "fake",
-    label: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, may be repeated.")] = None,
+    count: Annotated[int, typer.Argument(min=1, max=1000, help="Number of nodes.")],
+    prefix: Annotated[str, typer.Option(help="Prefix of the nodes' names.")] = "fake",
+    label: Annotated[list[str] | None, typer.Option(help="Label of the nodes, as KEY=VALUE. Repeatable.")] = None,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node.")] = 8,
 ) -> None:
     """Add nodes that exist only in the API server, with labels and GPUs."""
@@ -127,9 +129,9 @@ def kwok_nodes(
 
 @app.command("kueue")
 def kueue_queues(
-    remove: Annotated[bool, typer.Option("--remove", help="Take it away again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove Kueue.")] = False,
 ) -> None:
-    """Install Kueue, which queues RayClusters (the first time builds it: about four minutes)."""
+    """Install Kueue, which queues RayClusters. The first call builds it, which takes about four minutes."""
     layout, stages = Layout.from_environment(), Stages()
     with stages.stage("remove Kueue" if remove else "install Kueue"):
         kueue.remove(layout) if remove else kueue.install(layout)
@@ -139,12 +141,18 @@ def kueue_queues(
 def pack(
     output: Annotated[Path, typer.Argument(help="Folder for the parts.")],
     python_version: Annotated[
-        str, typer.Option(help="Of the other machine's Python; empty if that has the operator's packages.")
+        str, typer.Option(help="Version of the other machine's Python. Empty: it already has the operator's packages.")
     ] = "3.12",
     quick: Annotated[
-        bool, typer.Option(help="gzip instead of xz: seconds instead of minutes, twice the size.")
+        bool,
+        typer.Option(help="Compress by gzip instead of xz: takes seconds instead of minutes, and doubles the size."),
     ] = False,
-    programs: Annotated[bool, typer.Option(help="Without: the sources alone; the programs' parts stay.")] = True,
+    programs: Annotated[
+        bool,
+        typer.Option(
+            help="Pack the programs. --no-programs packs only the sources, and keeps the programs' existing parts."
+        ),
+    ] = True,
 ) -> None:
     """Pack the cluster for a machine without a network, in parts of at most 59 MB."""
     stages = Stages()

@@ -18,6 +18,8 @@ ROOT = Path("/sys/fs/cgroup")
 NAME = "ppojob-cluster"
 # What kubelets call the top of their pods' groups, with either driver.
 _PODS = ("kubepods", "kubepods.slice")
+# Files of versions 1 and 2 that freeze a group, and what each takes to thaw it.
+_FREEZERS = {"freezer.state": "THAWED", "cgroup.freeze": "0"}
 
 
 def ensure() -> None:
@@ -40,6 +42,7 @@ def end_processes() -> int:
     count = len(_processes(_own()))
 
     def remaining() -> str:
+        _thaw(_own())
         # Again and again: a process may fork while it is being ended.
         left = _processes(_own())
         for pid in left:
@@ -60,6 +63,7 @@ def remove() -> int:
     count = len(_own())
 
     def remaining() -> str:
+        _thaw(_own())
         for folder in _own():
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -91,6 +95,15 @@ def _own() -> list[Path]:
 
 def _below(top: Path) -> list[Path]:
     return [Path(folder) for folder, _, _ in os.walk(top)]
+
+
+def _thaw(folders: list[Path]) -> None:
+    """Let frozen processes end: a runtime that is killed while it ends a container leaves some."""
+    frozen = [(folder / name, word) for folder in folders for name, word in _FREEZERS.items()]
+    for file, thawed in frozen:
+        if file.is_file():
+            with contextlib.suppress(OSError):
+                file.write_text(thawed)
 
 
 def _processes(folders: list[Path]) -> set[int]:

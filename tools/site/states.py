@@ -123,7 +123,7 @@ def page() -> str:
             "The operator keeps a table of a job's states and of the events that lead from one to the next. At each",
             "reconcile, it derives the state from the status and takes the first event in the list below that applies.",
             "An event is an observation, so it applies as long as its cause exists. An event occurs only in the states",
-            "of its row. `status.phase` is a function of the state.",
+            "that its row names. `status.phase` is a function of the state.",
             "",
             "![The states of a PPOJob and its transitions, as in the tables below](pictures/states.svg)",
             "",
@@ -134,6 +134,14 @@ def page() -> str:
             *phases,
             "",
             "In `WaitingForPods` and `Submitting`, the phase is `Starting` in the first attempt, then `Restarting`.",
+            "",
+            "The next table uses these groups of states:",
+            "",
+            "| group | states |",
+            "|---|---|",
+            f"| states without a trainer | {_listed(WITHOUT_TRAINER)} |",
+            f"| states with a trainer | {_listed(WITH_TRAINER)} |",
+            f"| final states | {_listed(FINAL)} |",
             "",
             "## Events",
             "",
@@ -174,17 +182,21 @@ def _targets(event: Event) -> list[str]:
 _NOT_FINAL = (*WITHOUT_TRAINER, *WITH_TRAINER)
 _GROUPS = (
     (tuple(State), "every state"),
-    (_NOT_FINAL, "every state but the last two"),
-    (_NOT_FINAL[1:], "every state but `Pending` and the last two"),
+    (_NOT_FINAL, "every state but the final ones"),
+    (_NOT_FINAL[1:], "every state but `Pending` and the final ones"),
     (WITHOUT_TRAINER, "every state without a trainer"),
     (WITH_TRAINER, "every state with a trainer"),
-    (FINAL, "the last two"),
+    (FINAL, "the final states"),
 )
 
 
 def _named(states: Sequence[State]) -> str:
     name = next((name for group, name in _GROUPS if set(group) == set(states)), "")
-    return name or ", ".join(f"`{state}`" for state in states)
+    return name or _listed(states)
+
+
+def _listed(states: Sequence[State]) -> str:
+    return ", ".join(f"`{state}`" for state in states)
 
 
 def _wrapped(text: str, width: int = 135) -> list[str]:

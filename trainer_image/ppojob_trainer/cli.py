@@ -135,10 +135,10 @@ def plan(
         bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
     ] = False,
     each_error: Annotated[
-        bool, typer.Option("--errors", help="Show the plan beside each number that was measured.")
+        bool, typer.Option("--errors", help="Show the planned number beside each measured one.")
     ] = False,
 ) -> None:
-    """Plan memory, traffic and seconds of a PPOJob without GPUs or weights. Exit with 2 if it does not fit."""
+    """Predict memory, traffic and seconds of a PPOJob, without GPUs and weights. Exit with 2 if it does not fit."""
     # The plan counts no operations, so its warning that Triton is missing would only confuse.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from ppojob_trainer.planning import plan_job
@@ -168,8 +168,8 @@ def convert(
         list[str],
         typer.Argument(
             metavar="FILE [ARGUMENTS] | -- WORDS",
-            help="Launch script and its arguments, or YAML file of verl; - reads a script from standard input; or the "
-            "command line itself.",
+            help="Launch script and its arguments, or YAML file of verl, or - to read a script from standard input, or "
+            "-- and the words of the command line.",
             show_default=False,
         ),
     ],
@@ -180,9 +180,9 @@ def convert(
         bool | None,
         typer.Option(
             "--run/--static",
-            help="Have bash evaluate a script, with python3, ray and all other programs recorded instead of started; "
-            "or read it without bash, and refuse branches. --run does so without a sandbox where none works.",
-            show_default="run it where a sandbox works",
+            help="--run: let bash evaluate the script, even if no sandbox works. Programs such as python3 and ray are "
+            "recorded, not started. --static: read the script without bash, and refuse branches.",
+            show_default="bash in a sandbox, or --static if no sandbox works",
         ),
     ] = None,
     variables: Annotated[
@@ -190,12 +190,18 @@ def convert(
         typer.Option("--env", metavar="NAME=VALUE", help="Variable of the script. Repeatable.", show_default=False),
     ] = None,
     launch: Annotated[
-        int | None, typer.Option("--launch", min=1, help="Which launch of a script that has several.", show_default="1")
+        int | None,
+        typer.Option(
+            "--launch",
+            min=1,
+            help="Number of the launch, from 1; required if the script has several.",
+            show_default="the only one",
+        ),
     ] = None,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that bash may take.")] = 30.0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything was not converted.")] = False,
 ) -> None:
-    """Turn a verl PPO command line, script or YAML into a PPOJob; stderr lists the settings without a counterpart."""
+    """Convert a verl PPO command line, script or YAML to a PPOJob. Standard error lists what was not converted."""
     from ppojob_trainer.commands.convert import Options, read, variables_of
     from ppojob_trainer.commands.convert import convert as convert_settings
     from ppojob_trainer.commands.convert.listing import listing
@@ -218,7 +224,7 @@ def plot(
         list[Path], typer.Argument(help="metrics.jsonl of each run, or its folder.", show_default=False)
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The picture to write.", show_default="plot.png or timing.png")
+        Path | None, typer.Option("--output", "-o", help="Picture to write.", show_default="plot.png or timing.png")
     ] = None,
     timing: Annotated[
         bool, typer.Option("--timing", help="Draw where a step's time goes: phases, and what each pool does when.")
@@ -227,7 +233,8 @@ def plot(
         list[str] | None,
         typer.Option(
             "--label",
-            help="Name of a run in the picture, for each in turn. Runs with the same name are drawn as their mean.",
+            help="Name of a run in the picture; one for each run, in the same order. Runs with the same name are drawn "
+            "as their mean.",
             show_default="its folder",
         ),
     ] = None,
@@ -248,7 +255,7 @@ def prepare_model(
     output: Annotated[Path, typer.Option(help="Folder to write.", show_default=False)],
     name: Annotated[PackagedModel, typer.Argument(help="Which model.")] = PackagedModel.SMOLLM2,
 ) -> None:
-    """Write a model that comes as a package as a HuggingFace folder; nothing is downloaded."""
+    """Write a model that is installed as a Python package as a HuggingFace folder, without a download."""
     from ppojob_trainer.models import smollm2
 
     preparations = {PackagedModel.SMOLLM2: smollm2.prepare}

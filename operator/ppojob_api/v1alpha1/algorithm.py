@@ -150,9 +150,9 @@ class RolloutCorrection(ApiModel):
 
     method: CorrectionMethod = CorrectionMethod.TRUNCATE
     """Truncate: weights above `upper` become `upper` (truncated importance sampling). Mask: weights outside of `lower`
-    and `upper` become 0, so these tokens or responses are not trained on (masked importance sampling). Bypass: the
-    ratio of the policy loss is that to the engine's log-probs. The trainer then computes no old log-probs, which saves
-    a forward pass, and training/rollout_probs_diff_* are not known. None: no correction."""
+    and `upper` become 0, so these tokens or responses are not trained on (masked importance sampling). Bypass: no
+    weights; the policy loss clips the ratio to the engine's log-probs. The trainer then computes no old log-probs,
+    which saves a forward pass, and training/rollout_probs_diff_* are not known. None: no correction."""
     level: CorrectionLevel = CorrectionLevel.TOKEN
     """Token: a weight for each token; biased, low variance. Sequence: the product over the response; high variance for
     long responses."""
@@ -192,8 +192,9 @@ class AlgorithmSpec(ApiModel):
     kl: KL = KL()
     """Distance to the reference policy."""
     rollout_correction: RolloutCorrection | None = None
-    """Correction of the difference between the policy that is trained and the one that generated. Absent: none. Use it
-    with schedule.mode OneStepOff, which requires it or method None. rollout.quantization requires it."""
+    """Correction of the difference between the policy that is trained and the one that generated. Absent: no
+    correction. schedule.mode OneStepOff and rollout.quantization require this field; with OneStepOff, its method may be
+    None."""
 
     @property
     def correction(self) -> RolloutCorrection | None:

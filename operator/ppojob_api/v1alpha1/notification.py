@@ -55,7 +55,7 @@ class PendingNotification(ApiModel):
     phase: Name
     """`status.phase` after the change."""
     attempt: int = Field(ge=0)
-    """`status.attempt` after the change: of `retried` and `restarted`, the attempt that follows."""
+    """`status.attempt` after the change. For `retried` and `restarted`, it is the attempt that follows."""
     step: int | None = None
     """Steps done. Absent: no trainer has reported."""
     total_steps: int | None = None

@@ -93,8 +93,8 @@ class ElasticNodes(ApiModel):
     """How many pods a pool has whose pods may come and go while the job runs."""
 
     min_nodes: int = Field(ge=0, le=4096)
-    """Pods with which the trainer starts. Later it continues with fewer, as long as any engine of the job is left or
-    comes back."""
+    """Pods that must be ready before the trainer starts. Later it continues with fewer, as long as any engine of the
+    job is left or comes back."""
     max_nodes: int = Field(ge=1, le=4096)
     """Pods that are requested."""
 

@@ -97,7 +97,7 @@ class ProgressReport(ApiModel):
     pools: Annotated[list[PoolReport], Field(max_length=7)] = Field(default_factory=list)
     """How busy each pool was."""
     checks: StepChecks | None = None
-    """What the last step was checked for. Absent: no step is done yet."""
+    """Results of the checks of the last step. Absent: no step is done yet."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model_path: Annotated[str, Field(max_length=4096)] | None = None

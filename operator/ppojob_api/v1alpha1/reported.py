@@ -79,9 +79,9 @@ class StepChecks(ApiModel):
     """Steps between those weights and the weights that this step trained. 0: on-policy."""
     compared_weights_step: Annotated[int, _COUNT] | None = None
     """Step after which the policy had the weights that were last read back from all engines and were equal to the
-    actor's. 0: initial weights. Different ones end the attempt. Absent: none were read back from all engines. That
-    needs CUDA and a model without experts. Otherwise the loaded numbers are counted. The transfer's checksums are
-    compared in every step."""
+    actor's. 0: initial weights. If they differ, the attempt ends. Absent: the weights of all engines were not read
+    back, which needs CUDA and a model without experts; otherwise the loaded numbers are counted. The checksums of each
+    transfer are compared in any case."""
     rollout_probs_diff_mean: Number | None = None
     """Mean difference of the probabilities that trainer and engine give to the sampled tokens."""
     idle_fraction: Number
@@ -138,7 +138,7 @@ class FetchStatus(ApiModel):
     """The fetch of models and data, as its pod reported last."""
 
     address: Message | None = None
-    """What is fetched at the moment. Absent: nothing."""
+    """Address that is being fetched. Absent: none."""
     bytes: int = Field(default=0, ge=0)
     """Bytes that are in the storage, of all addresses."""
     total_bytes: int | None = Field(default=None, ge=0)

@@ -92,7 +92,7 @@ class PoolStatus(ApiModel):
     name: Name
     """Name of the pool."""
     desired_nodes: int | None = None
-    """Pods that the spec asks for."""
+    """Pods that the spec requests."""
     ready_nodes: int | None = None
     """Pods that are ready."""
     gpus: int | None = None
@@ -245,7 +245,7 @@ class PPOJobStatus(ApiModel):
     metrics: Annotated[list[Metric], _replaced_whole(64)]
     """Metrics of the last step."""
     checks: StepChecks | None = None
-    """What the last step was checked for. Absent: no step is done yet."""
+    """Results of the checks of the last step. Absent: no step is done yet."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint."""
     model: ModelStatus | None = None

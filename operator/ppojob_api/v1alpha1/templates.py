@@ -105,7 +105,7 @@ class PPOJobTemplateSpec(ApiModel):
     pool_defaults: _DefaultPool | None = None
     """Fields of every pool of a job. The pool of the template, and that of the job, take precedence."""
     limits: TemplateLimits = TemplateLimits()
-    """What a job may ask for at most."""
+    """Upper limits for a job."""
 
 
 def pinned(ref: TemplateRef, raw: Mapping[str, Any]) -> PinnedTemplate:

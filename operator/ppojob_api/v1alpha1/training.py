@@ -54,14 +54,14 @@ class Trained(ApiModel):
     """Number of consecutive optimizer steps with a non-finite gradient after which the attempt fails with NonFinite.
     Each of these steps is skipped."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Tensor parallelism (Megatron): GPUs that each hold a part of every layer. Must divide heads and intermediate
-    size. For models that do not fit otherwise. Experts stay whole: each GPU takes its part of the tokens to them."""
+    """Tensor parallelism (Megatron): GPUs that each hold a part of every layer. Must divide the numbers of attention
+    heads and key-value heads, and the intermediate size. Use it for models that do not fit otherwise. Experts stay
+    whole: each GPU sends its part of the tokens to them."""
     sequence_parallel_size: int = Field(default=1, ge=1, le=64)
     """Sequence parallelism: GPUs that each compute a slice of every sequence. As many of them as possible divide the
     attention heads (Ulysses), and the remaining factor gathers keys and values (context parallelism), so the size may
-    be larger than the number of heads, and than a node: heads are divided within a node. For long sequences: together,
-    the GPUs process this many times maxTokensPerGPU.
-    """
+    exceed the number of heads, and the GPUs of a node: heads are divided within a node. Use it for long sequences:
+    together, the GPUs process sequenceParallelSize times maxTokensPerGPU tokens."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
     """Pipeline parallelism (1F1B): number of stages, at most the model's layers. A stage is consecutive layers on an
     equal part of the pool's GPUs, which other fields divide further. It is idle for (stages - 1) of (micro-batches +

@@ -84,12 +84,14 @@ def test_helm_test_says_that_all_is_well(kubectl: Any, release: str) -> None:
 
 
 def test_both_replicas_take_reports_and_one_of_them_leads(kubectl: Any, release: str) -> None:
-    slices = kubectl.json("get", "endpointslices", "--selector=kubernetes.io/service-name=ppojob")["items"]
-    ready = [each for item in slices for each in item["endpoints"] if each["conditions"]["ready"]]
+    def addressed() -> list[str]:
+        slices = kubectl.json("get", "endpointslices", "--selector=kubernetes.io/service-name=ppojob")["items"]
+        ready = [each for item in slices for each in item["endpoints"] or () if each["conditions"]["ready"]]
+        return sorted(each["targetRef"]["name"] for each in ready)
 
-    assert {each["targetRef"]["name"] for each in ready} == set(replicas(kubectl))
-    assert len(ready) == 2
-    assert leader(kubectl) in replicas(kubectl)
+    # The Service follows a pod's readiness with a delay.
+    wait_until(lambda: len(addressed()) == 2 and addressed() == sorted(replicas(kubectl)))
+    wait_until(lambda: leader(kubectl) in replicas(kubectl))
 
 
 def test_a_bad_job_is_refused_by_way_of_the_service(kubectl: Any, release: str, manifest: dict[str, Any]) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
-from tests.integration.conftest import define
+from tests.integration.conftest import define, wait_until_served
 from tests.integration.operator.conftest import Jobs, OperatorProcess, Rights, claim, environment_of, volumes
 from tools.cluster import operators
 
 __all__ = ["claim", "volumes"]
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("volumes", "claim")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("volumes", "claim")]
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 DEFINITIONS = CHART.parents[1] / "crds"
@@ -26,7 +26,7 @@ REST_SECONDS = 8.0
 
 def helm(namespace: str, *arguments: str) -> str:
     command = ["helm", f"--namespace={namespace}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 
@@ -85,7 +85,7 @@ def replaced(before: OperatorProcess, after: OperatorProcess, jobs: Jobs) -> Ope
     """Start the next operator as the Deployment does it, before the other one goes, and let it look at the jobs."""
     after.start()
     assert before.stop() == 0, before.log.read_text()
-    jobs.wait_until(after.leads, limit=90)
+    jobs.wait_until(after.leads)
     time.sleep(REST_SECONDS)
     return after
 
@@ -106,7 +106,7 @@ def test_an_upgrade_and_a_rollback_under_an_operator_that_runs_leave_jobs_and_th
     jobs = Jobs(kubectl, old.log)
     job = jobs.create()
     cluster = jobs.wait(job, lambda status: "rayCluster" in status)["rayCluster"]["name"]
-    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in objects_of(kubectl, job)) == 3, limit=90)
+    jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in objects_of(kubectl, job)) == 3)
     edit(kubectl, jobs, job, cluster)
     time.sleep(REST_SECONDS)
     before = objects_of(kubectl, job)
@@ -152,7 +152,7 @@ def test_the_definition_and_its_jobs_go_with_the_release_by_choice(
     kubectl: Any, definition_to_lose: None, manifest: dict[str, Any], keep: bool
 ) -> None:
     helm(kubectl.namespace, "install", NAME, str(CHART), *values(kubectl, **{"crds.keep": str(keep).lower()}))
-    kubectl("wait", "--for=condition=Established", "--timeout=240s", "crd/ppojobs.ppojob.dev")
+    wait_until_served(kubectl)
     created = kubectl.create({**manifest, "metadata": {"name": "one"}})
 
     helm(kubectl.namespace, "uninstall", NAME, "--wait")

@@ -21,7 +21,7 @@ COMMON = ("--set=crds.install=false",)
 
 
 def helm(*arguments: str) -> str:
-    done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}"
     return done.stdout
 

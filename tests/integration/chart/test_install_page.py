@@ -33,7 +33,7 @@ def test_the_api_server_accepts_what_the_page_applies(kubectl: Any, way: str) ->
         env=os.environ | {"NAMESPACE": kubectl.namespace},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
 

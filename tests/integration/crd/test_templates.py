@@ -1,6 +1,7 @@
 """Templates on the real API server: their CRDs, what is refused in them, and jobs that are complete only with one."""
 
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from tests.good_spec import GONE, GOOD
 from tests.integration.conftest import POLICY_DENIED, Kubectl
 
 CRDS = ("ppojobtemplates.ppojob.dev", "clusterppojobtemplates.ppojob.dev")
+_LIMIT_SECONDS = 240
 # Where kubectl or the API server names the place in other words than we do.
 OTHER_WORDS = {
     "a number as text": "spec.template.runPolicy.backoffLimit: Invalid value",
@@ -121,12 +123,18 @@ def requiring(cluster: Kubectl) -> Iterator[Kubectl]:
     cluster("delete", "namespace", name, "--wait=false")
 
 
-def require(kubectl: Kubectl, value: str) -> None:
-    kubectl("label", "namespace", kubectl.namespace, f"{LABEL_REQUIRE_TEMPLATE}={value}", "--overwrite")
-
-
 CLUSTER_JOB = named(JOB, "governed", templateRef={"kind": "ClusterPPOJobTemplate", "name": "gpus"})
 TRY = ("create", "--dry-run=server", "--filename=-")
+REQUIRED = "this namespace requires a template"
+
+
+def require(kubectl: Kubectl, value: str) -> None:
+    """Set the label, and wait until the policy sees it, which it does with a delay."""
+    kubectl("label", "namespace", kubectl.namespace, f"{LABEL_REQUIRE_TEMPLATE}={value}", "--overwrite")
+    end = time.monotonic() + _LIMIT_SECONDS
+    while REQUIRED not in (said := kubectl.run(*TRY, stdin=json.dumps(GOOD)).stderr):
+        assert time.monotonic() < end, said
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_a_namespace_may_require_a_template(requiring: Kubectl, value: str, refu
 
     assert {name for name, done in answers.items() if done.returncode} == refused
     for name in refused:
-        assert f"{POLICY_DENIED}spec.templateRef: this namespace requires a template" in answers[name].stderr
+        assert f"{POLICY_DENIED}spec.templateRef: {REQUIRED}" in answers[name].stderr
 
 
 def test_a_job_that_existed_before_the_label_can_be_managed(requiring: Kubectl) -> None:
@@ -153,4 +161,4 @@ def test_a_job_that_existed_before_the_label_can_be_managed(requiring: Kubectl) 
     requiring(*patch, "good", '--patch={"spec": {"runPolicy": {"suspend": true}}}')
     removed = requiring.run(*patch, "governed", '--patch={"spec": {"templateRef": null}}')
 
-    assert "this namespace requires a template" in removed.stderr
+    assert REQUIRED in removed.stderr

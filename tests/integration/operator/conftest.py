@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class OperatorProcess:
         """Whether it says that it leads; not if it does not answer."""
         try:
             return self.process is not None and self.process.poll() is None and self.metric("ppojob_leader") == 1
-        except OSError:
+        except (OSError, HTTPException):
             return False
 
     def kill(self) -> None:
@@ -102,7 +103,7 @@ def render_chart(namespace: str, *more: str) -> list[dict[str, Any]]:
     values = ["crds.install=false", f"watchNamespaces={{{namespace}}}", "jobNetworkPolicy.enabled=true", *more]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0"]
     done = subprocess.run(
-        [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=60, check=False
+        [*command, *(f"--set={value}" for value in values)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
@@ -274,16 +275,17 @@ class Jobs:
             time.sleep(0.3)
 
     def wait_for(self, name: str, kind: str, status: str, reason: str, limit: float = 180) -> str:
-        """Wait until a condition has this status and reason; return its message."""
+        """Wait until a condition has this status and reason; return the message that it had then."""
 
-        def is_so(found: dict[str, Any]) -> bool:
-            return any(
-                (each["type"], each["status"], each["reason"]) == (kind, status, reason)
+        def messages(found: dict[str, Any]) -> list[str]:
+            return [
+                str(each["message"])
                 for each in found.get("conditions", [])
-            )
+                if (each["type"], each["status"], each["reason"]) == (kind, status, reason)
+            ]
 
-        self.wait(name, is_so, limit)
-        return str(self.condition(name, kind)["message"])
+        [message] = messages(self.wait(name, lambda found: bool(messages(found)), limit))
+        return message
 
 
 def pool(name: str, **fields: Any) -> dict[str, Any]:

@@ -29,8 +29,7 @@ class HidingProxy:
         """Method -> status with which its calls are answered in place of the API server."""
         self.are_watches_frozen = False
         """Watches stay open, and nothing comes any more."""
-        self.used: set[Right] = set()
-        """What was asked of the API server."""
+        self._used: set[Right] = set()
         self._is_cut = False
         self._context = ssl.create_default_context(cadata=ca_pem)
         self._loop = asyncio.new_event_loop()
@@ -70,6 +69,15 @@ class HidingProxy:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
+    @property
+    def used(self) -> "frozenset[Right]":
+        """What was asked of the API server so far: a copy, because the proxy's thread adds to it."""
+        return frozenset(self._used)
+
+    def forget_used(self) -> None:
+        """Forget what was asked until now."""
+        self._used.clear()
+
     def cut(self) -> None:
         """Close every connection, and each new one at once."""
         self._is_cut = True
@@ -90,7 +98,7 @@ class HidingProxy:
             return web.json_response(words, status=404)
         if (status := self.refusals.get(request.method)) is not None:
             return web.json_response({"kind": "Status", "message": "said by the proxy", "code": status}, status=status)
-        self.used.add(right_of(request))
+        self._used.add(right_of(request))
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)

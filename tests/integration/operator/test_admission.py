@@ -22,7 +22,7 @@ VALUES = ("webhook.enabled=true", "webhook.timeoutSeconds=30")
 HOST_NETWORK = {"spec": {"hostNetwork": True}}
 DENIED = 'admission webhook "ppojobs.ppojob.dev" denied the request: '
 WORDS = "podTemplate.spec.hostNetwork: True: use network.hostNetwork of the pool"
-_RENEWAL_SECONDS = 100
+_LIMIT_SECONDS = 180
 
 
 class Webhook:
@@ -50,9 +50,9 @@ class Webhook:
 
     def until_answered(self) -> None:
         """Wait until what only the webhook refuses is refused."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + _LIMIT_SECONDS
         while DENIED not in self.ask(bad("probe")).stderr:
-            assert time.monotonic() < end, "the API server was not led to the webhook within 60 s"
+            assert time.monotonic() < end, f"the API server was not led to the webhook within {_LIMIT_SECONDS} s"
             time.sleep(0.3)
 
     def ask(self, manifest: dict[str, Any]) -> Any:
@@ -121,9 +121,9 @@ def test_every_replica_answers_and_the_leader_makes_it_trusted(
 
         assert webhook.bundle()
         # For a moment the API server may still ask the replica that it was led to before.
-        end = time.monotonic() + 60
+        end = time.monotonic() + _LIMIT_SECONDS
         while replica.log.read_text().count("refused CREATE") <= before:
-            assert time.monotonic() < end, "the API server was not led to this replica within 60 s"
+            assert time.monotonic() < end, f"the API server was not led to this replica within {_LIMIT_SECONDS} s"
             webhook.until_answered()
             time.sleep(0.3)
 
@@ -244,7 +244,7 @@ def test_without_a_replica_it_fails_open_or_closed_as_the_value_says(
         is_open = webhook.ask(bad("open"))
         webhook.patch("failurePolicy", "Fail")
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + _LIMIT_SECONDS
             while (is_closed := webhook.ask(bad("closed"))).returncode == 0 and time.monotonic() < end:
                 time.sleep(0.3)
         finally:
@@ -263,7 +263,7 @@ def test_a_renewal_by_a_new_authority_refuses_no_request(
     webhook.lead_to(replicas[0])
     webhook.patch("failurePolicy", "Fail")
     try:
-        end, said = time.monotonic() + _RENEWAL_SECONDS, []
+        end, said = time.monotonic() + _LIMIT_SECONDS, []
         while served(kubectl) == data["tls.crt"] and time.monotonic() < end:
             said.append(webhook.ask(bad("again")).stderr)
         # The replica takes the new certificate into use at the moment when it has stored it, or a check later.

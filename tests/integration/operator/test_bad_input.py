@@ -42,8 +42,8 @@ def test_what_the_schema_cannot_see_is_refused_with_path_and_remedy(kubectl: Any
 
     assert message.startswith("spec.env[0].name: 'RAY_ADDRESS': this variable is set by")
     assert kubectl.json("get", "rayclusters", "--selector", f"ppojob.dev/job={name}")["items"] == []
-    described = kubectl("describe", "ppojob", name)
-    assert "InvalidSpec" in described.partition("Events:")[2]
+    # The Event follows the status.
+    jobs.wait_until(lambda: "InvalidSpec" in kubectl("describe", "ppojob", name).partition("Events:")[2])
 
 
 @pytest.mark.usefixtures("claim")
@@ -80,6 +80,12 @@ def test_types_and_keys_that_only_the_api_server_checks_are_shown(
     assert words in " ".join(each["message"] for each in conditions if each["status"] == "False")
 
 
+def try_pod(kubectl: Any) -> str:
+    """Return what the API server says of a pod that nobody creates: it knows quotas and labels with a delay."""
+    said: str = kubectl.run("run", "probe", "--image=nothing:1", "--dry-run=server").stderr
+    return said
+
+
 def refusal(status: Any) -> bool:
     reasons = {each["reason"] for each in status.get("conditions", []) if each["status"] == "False"}
     return bool(reasons & {Reason.CLUSTER_REFUSED, Reason.INVALID_SPEC})
@@ -104,6 +110,7 @@ def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, 
     }
     assert kubectl.apply(quota).returncode == 0
     try:
+        jobs.wait_until(lambda: "exceeded quota: no-pods" in try_pod(kubectl))
         name = jobs.create()
         message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.PODS_REFUSED)
     finally:
@@ -113,10 +120,11 @@ def test_a_quota_that_is_used_up_is_said_in_the_api_servers_words(kubectl: Any, 
 
 
 @pytest.fixture
-def _is_restricted(kubectl: Any) -> Iterator[None]:
+def _is_restricted(kubectl: Any, jobs: Any) -> Iterator[None]:
     """Pod Security admission enforces the standard `restricted` in the namespace."""
     label = "pod-security.kubernetes.io/enforce"
     kubectl("label", "namespace", kubectl.namespace, f"{label}=restricted", "--overwrite")
+    jobs.wait_until(lambda: "violates PodSecurity" in try_pod(kubectl))
     yield
     kubectl("label", "namespace", kubectl.namespace, f"{label}-")
 

@@ -66,9 +66,18 @@ def patch(kubectl: Any, name: str, places: Places) -> bool:
 
 
 def judged(jobs: Any, kubectl: Any, name: str) -> dict[str, Any]:
-    """Wait until the operator has judged the spec as it is now; return the status."""
+    """Wait until the operator has judged the spec as it is now; return the status.
+
+    A dry run that the API server did not answer in time is repeated.
+    """
     generation = kubectl.json("get", "ppojob", name)["metadata"]["generation"]
-    found: dict[str, Any] = jobs.wait(name, lambda status: status.get("observedGeneration") == generation)
+
+    def is_judged(status: dict[str, Any]) -> bool:
+        if status.get("observedGeneration") != generation:
+            return False
+        return condition(status, Condition.LAYOUT_APPLIED).get("reason") != Reason.API_REQUEST_FAILED
+
+    found: dict[str, Any] = jobs.wait(name, is_judged)
     return found
 
 

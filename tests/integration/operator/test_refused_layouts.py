@@ -13,7 +13,8 @@ import pytest
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from tests.integration.operator.test_placement import fake_head, fake_pool
 
-pytestmark = pytest.mark.usefixtures("volumes", "claim", "dashboards")
+# One module at a time has the dashboards.
+pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(2400)]
 
 BIG = {"cpu": "10m", "memory": "100Gi", "shm": "8Mi"}
 CLASS = {"podTemplate": {"spec": {"priorityClassName": "is-not-there"}}}
@@ -25,11 +26,20 @@ def limited(kubectl: Any, kind: str, spec: dict[str, Any]) -> Iterator[None]:
     metadata = {"name": "team", "namespace": kubectl.namespace}
     assert kubectl.apply({"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec}).returncode == 0
     if kind == "ResourceQuota":
-        kubectl("wait", "--for=jsonpath={.status.hard}", "resourcequota/team", "--timeout=60s")
+        kubectl("wait", "--for=jsonpath={.status.hard}", "resourcequota/team", "--timeout=240s")
     try:
         yield
     finally:
         kubectl("delete", kind, "team")
+
+
+def is_limit_known(kubectl: Any) -> bool:
+    """Return whether the API server refuses a pod with the memory of `BIG`: it knows a new limit with a delay."""
+    resources = {kind: {"memory": BIG["memory"]} for kind in ("requests", "limits")}
+    container = {"name": "main", "image": "nothing:1", "resources": resources}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "probe"}, "spec": {"containers": [container]}}
+    said = kubectl.run("create", "--dry-run=server", "--filename=-", stdin=json.dumps(pod)).stderr
+    return "exceeded quota: team" in said or "maximum memory usage per Container" in said
 
 
 class Running:
@@ -80,6 +90,7 @@ def test_more_than_the_namespace_ever_allows_is_named_with_its_field(
     job = Running(kubectl, jobs, fake_nodes, grace_period=1)
 
     with limited(kubectl, kind, spec):
+        jobs.wait_until(lambda: is_limit_known(kubectl))
         job.edit(resourcesPerGPU=BIG)
         message = job.refused()
 
@@ -101,6 +112,7 @@ def test_a_new_job_of_which_a_pod_can_never_run_says_so(kubectl: Any, jobs: Any,
     pools = [fake_pool(fake_nodes, "actor", "h200", gpusPerNode=1, resourcesPerGPU=BIG)]
 
     with limited(kubectl, "ResourceQuota", {"hard": {"limits.memory": "64Gi"}}):
+        jobs.wait_until(lambda: is_limit_known(kubectl))
         name = jobs.create(device="CUDA", pools=pools, placement={"actor": "actor"}, head=fake_head(fake_nodes))
         message = jobs.wait_for(name, Condition.POOLS_READY, "False", Reason.PODS_REFUSED)
 
@@ -109,7 +121,8 @@ def test_a_new_job_of_which_a_pod_can_never_run_says_so(kubectl: Any, jobs: Any,
 
 
 def test_a_second_edit_during_the_stop_is_tried_too(kubectl: Any, jobs: Any, fake_nodes: Any) -> None:
-    job = Running(kubectl, jobs, fake_nodes, grace_period=20)
+    # The second edit comes within the grace period, on a slow machine too.
+    job = Running(kubectl, jobs, fake_nodes, grace_period=40)
     job.edit(nodeSelector={"zone": "a"})
     jobs.wait_for(job.name, Condition.LAYOUT_APPLIED, "False", Reason.REALLOCATING)
 

@@ -55,9 +55,7 @@ def test_a_job_that_a_rule_has_failed_runs_again_on_other_nodes(kubectl: Any, jo
 
     jobs.wait(name, lambda status: status.get("retry", {}).get("request") == "first")
     jobs.wait_for(name, Condition.FAILED, "False", Reason.RETRIED)
-    jobs.wait_for(name, Condition.SUBMITTED, "True", Reason.TRAINER_SUBMITTED)
-    status = jobs.status(name)
-    assert status["attempt"] == 1
+    status = jobs.wait(name, lambda status: status["attempt"] == 1 and "submissionId" in status)
     assert status["rayCluster"]["avoidedNodes"] == [node]
     pod = critic_of(kubectl, name, status["rayCluster"]["name"])
     assert node in json.dumps(pod["spec"]["affinity"]["nodeAffinity"])

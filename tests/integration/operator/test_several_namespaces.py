@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +59,7 @@ def may(rights: Rights, tmp_path: Path, namespace: str, verb: str, resource: str
     """Whether the operator's account may do something in a namespace."""
     (tmp_path / "kubeconfig").write_text(json.dumps(rights.kubeconfig))
     command = ["kubectl", f"--kubeconfig={tmp_path}/kubeconfig", f"--namespace={namespace}", "auth", "can-i"]
-    done = subprocess.run([*command, verb, resource], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, verb, resource], capture_output=True, text=True, timeout=300, check=False)
     return done.stdout.strip() == "yes"
 
 
@@ -89,8 +88,14 @@ def test_the_account_has_its_rights_in_the_watched_namespaces_alone(
     ] == [True, False]
 
 
-def test_a_namespace_that_is_lost_leaves_the_other_one_running(of_each: list[Jobs], operator: OperatorProcess) -> None:
+def test_a_namespace_that_is_lost_leaves_the_other_one_running(
+    of_each: list[Jobs], operator: OperatorProcess, rights: Rights, tmp_path: Path
+) -> None:
     own, watched, _ = of_each
+
+    def num_refused_lists() -> int:
+        return operator.log.read_text().count("the resync could not list the jobs")
+
     [binding] = [
         each["metadata"]["name"]
         for each in watched.kubectl.json("get", "rolebindings")["items"]
@@ -99,7 +104,9 @@ def test_a_namespace_that_is_lost_leaves_the_other_one_running(of_each: list[Job
     kept = watched.kubectl.json("get", "rolebinding", binding)
     watched.kubectl("delete", "rolebinding", binding)
     try:
-        time.sleep(5)
+        own.wait_until(lambda: not may(rights, tmp_path, watched.kubectl.namespace, "list", "ppojobs"))
+        refused = num_refused_lists()
+        own.wait_until(lambda: num_refused_lists() > refused)
         first = own.create(storage={"claimName": "missing"})
         lost = watched.create(storage={"claimName": "missing"})
         own.wait_for(first, Condition.ACCEPTED, "False", Reason.STORAGE_MISSING)

@@ -14,7 +14,7 @@ from tests.integration.operator.test_replicas import sender_of
 
 pytestmark = [pytest.mark.usefixtures("volumes", "claim", "dashboards"), pytest.mark.timeout(2400)]
 
-SILENCE_LIMIT_SECONDS = 120.0
+SILENCE_LIMIT_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_a_job_is_created_suspended_set_free_and_suspended_again(kubectl: Any, j
     jobs.wait_for(name, Condition.SUSPENDED, "True", Reason.SUSPENDED)
     kubectl("wait", "--for=delete", "rayclusters,pods", "--selector", f"ppojob.dev/job={name}", "--timeout=240s")
     assert jobs.status(name)["ready"] == "0/2"
-    assert secrets(kubectl, name) == []
+    jobs.wait_until(lambda: secrets(kubectl, name) == [])
 
     assert patch(kubectl, name, runPolicy={"suspend": False}).returncode == 0
     second = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
@@ -71,13 +71,12 @@ def test_another_layout_replaces_the_cluster_and_says_what_changed(kubectl: Any,
 
     [cluster] = clusters(kubectl, name)
     assert groups(cluster) == {"actor": 1, "critic": 2, "judge": 1}
-    status = jobs.status(name)
+    status = jobs.wait(name, lambda status: [each["desiredNodes"] for each in status["pools"]] == [1, 2, 1])
     assert [each["nodes"] for each in status["effectiveLayout"]["pools"]] == [1, 2, 1]
-    assert [each["desiredNodes"] for each in status["pools"]] == [1, 2, 1]
     assert status["retries"]["total"] == 0
-    told = kubectl("describe", "ppojob", name).partition("Events:")[2]
-    assert "pool critic: nodes 1 -> 2" in told
-    assert "placement.reward critic -> judge" in told
+    # Events follow the status.
+    for words in ("pool critic: nodes 1 -> 2", "placement.reward critic -> judge"):
+        jobs.wait_until(lambda words=words: words in kubectl("describe", "ppojob", name).partition("Events:")[2])
 
 
 def test_a_layout_that_cannot_be_run_changes_nothing_and_is_named(kubectl: Any, jobs: Any) -> None:

@@ -35,7 +35,7 @@ def render(namespace: str, *values: str) -> list[dict[str, Any]]:
     """Return the chart's objects, without the definition of PPOJob."""
     settings = [f"--set={value}" for value in ("crds.install=false", *values)]
     command = ["helm", "template", RELEASE, str(CHART), "--namespace", namespace, "--kube-version", "1.34.0", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 
@@ -215,7 +215,7 @@ def serve(operator: Operator) -> Serve:
     @asynccontextmanager
     async def serve(**settings: Any) -> AsyncIterator[Running]:
         async with operator.connect() as api:
-            running = _make(ProgressCluster(ApiServer(api, timeout=10.0)), operator.namespace, settings)
+            running = _make(ProgressCluster(ApiServer(api, timeout=30.0)), operator.namespace, settings)
             await running.server.prepare()
             task = asyncio.create_task(running.server.run(running.stop))
             try:
@@ -253,7 +253,7 @@ def _make(port: ProgressCluster, namespace: str, settings: dict[str, Any]) -> Ru
 
 
 async def _until_open(port: int, task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not task.done():
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

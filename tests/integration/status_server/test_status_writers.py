@@ -39,7 +39,7 @@ async def test_a_status_for_an_object_that_was_re_created_is_not_written(
     kubectl("delete", "ppojob", "recreated")
     job_of(kubectl, manifest, "recreated")
     async with operator.connect() as client:
-        cluster = Cluster(ApiServer(client, timeout=10.0), reporter="test")
+        cluster = Cluster(ApiServer(client, timeout=30.0), reporter="test")
 
         assert not await cluster.write_status(old, {"phase": "Failed"})
         assert kubectl.json("get", "ppojob", "recreated").get("status", {}).get("phase") != "Failed"
@@ -54,7 +54,7 @@ async def test_two_writers_at_the_same_time_keep_each_others_part(
     job = job_of(kubectl, manifest, "shared")
     key = JobIdentity(kubectl.namespace, "shared", job.uid)
     async with operator.connect() as client:
-        api = ApiServer(client, timeout=10.0)
+        api = ApiServer(client, timeout=30.0)
         cluster, progress = Cluster(api, reporter="test"), ProgressCluster(api)
         for step in range(1, NUM_WRITES + 1):
             report = {"progress": {"activity": "Training", "step": step, "totalSteps": NUM_WRITES}}

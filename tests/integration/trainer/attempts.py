@@ -73,9 +73,23 @@ def processes_of(root: Path) -> dict[str, psutil.Process]:
     found = {}
     for copier in psutil.process_iter(["cmdline", "ppid"]):
         match copier.info["cmdline"]:
-            case ["tee", "-a", path] if Path(path).is_relative_to(root):
-                found[Path(path).stem] = psutil.Process(copier.info["ppid"])
+            case ["tee", "-a", path] if Path(path).is_relative_to(root) and (of := _worker(copier.info["ppid"])):
+                found[Path(path).stem] = of
     return found
+
+
+def _worker(number: int) -> psutil.Process | None:
+    """Return a process of Ray; None: it has ended. What copies its output ends later, and has another parent then."""
+    try:
+        process = psutil.Process(number)
+        return process if "ray::" in " ".join(process.cmdline()) else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def num_resumed(root: Path) -> int:
+    """Return how many attempts have logged that they resume."""
+    return (root / "output.txt").read_text(errors="replace").count(RESUMED)
 
 
 def core_of(rollout: psutil.Process) -> psutil.Process:

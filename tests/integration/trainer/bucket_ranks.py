@@ -20,7 +20,7 @@ from ppojob_trainer.engines.train.fsdp.object_storage import ObjectFiles
 from ppojob_trainer.engines.train.mesh import init_process_group
 from tests.unit.trainer.engines.two_ranks import WORLD_SIZE, make_critic, make_policy, shard
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 def until(is_so: Any) -> None:
@@ -45,7 +45,9 @@ def main() -> None:
         sys.argv[5],
     )
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
+    parallel = init_process_group(
+        Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 300), 300
+    )
     policy, critic = make_policy(parallel, model), make_critic(parallel, model)
     for engine in (policy, critic):
         engine.update(shard(rank))

@@ -55,6 +55,20 @@ class SumWorker:
         )
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
+    def double_after(self, batch: DataProto, file: str) -> DataProto:
+        """Return twice the values once a file exists.
+
+        Raises:
+            TimeoutError: it does not exist after a minute.
+        """
+        deadline = time.monotonic() + 60
+        while not os.path.exists(file):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{file} does not exist after a minute")
+            time.sleep(0.02)
+        return DataProto.from_dict({"doubled": 2 * batch.tensor("numbers")})
+
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
     def widen(self, batch: DataProto) -> DataProto:
         """Return a MiB for each value."""
         return DataProto.from_dict({"wide": batch.tensor("numbers")[:, None].repeat(1, MIN_BLOCK_BYTES // 8)})

@@ -51,6 +51,10 @@ It gets them in bfloat16: the runs here show 0.002 to 0.003, and 0.04 to 0.06 wh
 (`test_a_push_that_changes_nothing_exceeds_the_limit`).
 """
 PROGRAM = "from ppojob_trainer.cli import main; main()"
+ALONE = {"maxNumSeqs": 1, "enablePrefixCaching": False}
+"""Settings of a rollout whose runs are compared: vLLM computes each sequence alone.
+
+It rounds otherwise where it computes several together, and which those are depends on when the requests arrive."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
 
 def mixture_spec(model: Path, /, **changes: Any) -> dict[str, Any]:
     """Return the same with a mixture, on which the undisturbed run trains."""
-    spec = spec_of(model, **changes)
+    spec = spec_of(model, **{"rollout": ALONE, **changes})
     return {**spec, "data": {**spec["data"], "train": MIXTURE}}
 
 
@@ -121,11 +125,14 @@ def finish(root: Path, raw: dict[str, Any], attempt: int = 0, steps: int | None 
 
 
 @contextmanager
-def started(root: Path, spec: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `ppojob run` on the run's folder; whatever is left of it at the end is ended."""
+def started(root: Path, spec: dict[str, Any], program: str = PROGRAM) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `ppojob run` on the run's folder; whatever is left of it at the end is ended.
+
+    `program` is Python code that does the same in another way.
+    """
     raw = {"apiVersion": "ppojob.dev/v1alpha1", "kind": "PPOJob", "metadata": {"name": "tiny"}, "spec": spec}
     (root / "job.yaml").write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-c", PROGRAM, "run", str(root / "job.yaml"), "--output", str(root)]
+    command = [sys.executable, "-c", program, "run", str(root / "job.yaml"), "--output", str(root)]
     with (root / "output.txt").open("ab") as output:
         run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:

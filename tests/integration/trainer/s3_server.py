@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +79,7 @@ def _make_bucket(server: S3Server, process: subprocess.Popen[bytes], log: Path) 
         try:
             with urllib.request.urlopen(request, timeout=START_LIMIT_S):
                 return
-        except urllib.error.URLError:
+        except OSError:
             assert process.poll() is None, f"the S3 server has ended: {log.read_text()}"
             assert time.monotonic() < deadline, f"the S3 server does not answer: {log.read_text()}"
             time.sleep(0.1)

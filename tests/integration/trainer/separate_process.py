@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+LIMIT_S = 1500
+"""Longest run of a module: several times what it takes, because builds and other tests run beside it."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _GIVEN = os.environ.get(VISIBLE_GPUS)
 _PROJECT = Path(__file__).resolve().parents[3]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer.adapter_pushes import adapters_pushed
+from tests.integration.trainer.separate_process import LIMIT_S
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-LIMIT_S = 500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 HEALTHY = 1e-4

@@ -61,7 +61,7 @@ def test_one_rank_resumes_from_what_two_saved_before_they_were_killed_inside_a_s
     model = save_tiny_model(tmp_path / "model")
     store = open_store("s3://bucket/ranks", uid="u", attempt=0)
     store.claim()
-    ranks_meet = listen("127.0.0.1", 60)
+    ranks_meet = listen("127.0.0.1", 300)
     arguments = [str(ranks_meet.port), str(model), str(tmp_path), store.begin(1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = []
@@ -79,7 +79,7 @@ def test_one_rank_resumes_from_what_two_saved_before_they_were_killed_inside_a_s
     finally:
         for process in ranks:
             process.kill()
-            process.wait(10)
+            process.wait(60)
     assert ".metadata" not in server.keys(half)
 
     later = open_store("s3://bucket/ranks", uid="u", attempt=1)

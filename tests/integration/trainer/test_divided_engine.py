@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer.divided_engine import divided
+from tests.integration.trainer.separate_process import LIMIT_S
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(LIMIT_S + 60)]
 
-LIMIT_S = 600
 ROUNDING = 1e-4
 """float32 on both sides; sums in another order differ by about 2e-6 on this model."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,6 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
 def test_the_engine_follows_the_weights(seen: dict[str, Any]) -> None:
     for push in ("first", "new", "old", "new again"):
         assert seen[push]["apart"] < ROUNDING, push

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.separate_process import seen_by
+from tests.integration.trainer.separate_process import LIMIT_S, seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(LIMIT_S + 60)]
 
-LIMIT_S = 500
 MODULE = "tests.integration.trainer.divided_quantized_engine"
 LARGEST_GAP = 1.0
 """Of log-probs, by the mean. Random weights suffer from rounding: with one worker, the engine is apart by 0.35."""
@@ -23,7 +22,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen_by(MODULE, str(model), limit=LIMIT_S)
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
 def test_the_engine_follows_the_weights_and_both_workers_compare_their_parts(seen: dict[str, Any]) -> None:
     for push in ("first", "new"):
         assert seen[push]["apart"] < LARGEST_GAP, push

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.separate_process import seen_by
-from tests.integration.trainer.test_vllm_agreement import LIMIT_SECONDS
+from tests.integration.trainer.separate_process import LIMIT_S, seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.integration.trainer.vllm_agreement import MODULE
+from tests.integration.trainer.vllm_agreement import MODULE, MOST
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 # Both compute in float32, in another order. The mean of the differences between probabilities.
 HEALTHY = 1e-4
@@ -61,7 +60,7 @@ CHECKED, ALSO = ("qwen3_moe", "deepseek_v3"), ("mixtral",)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models") / request.param
     model = write_tiny_model(folder, request.param, **EXPERTS, **FAMILIES[request.param])
-    return seen_by(MODULE, str(model), "CPU", "gloo", "float32", "replay", limit=LIMIT_SECONDS)
+    return seen_by(MODULE, str(model), "CPU", "gloo", "float32", "replay", limit=LIMIT_S)
 
 
 def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
@@ -69,7 +68,7 @@ def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
 
 
 def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
-    assert seen["equal_weights_write_the_same"]
+    assert seen["equal_with_equal_weights"] >= MOST
 
 
 def test_log_probs_follow_the_pushed_experts(seen: dict[str, Any]) -> None:
@@ -87,7 +86,7 @@ def test_recorded_experts_bring_a_trainer_of_another_precision_closer(seen: dict
 
 def test_a_response_has_the_same_experts_in_any_order(seen: dict[str, Any]) -> None:
     """Also where vLLM takes the beginning of a prompt from its cache."""
-    assert seen["same_experts_in_any_order"]
+    assert seen["equal_experts_in_any_order"] >= MOST
 
 
 def test_the_use_of_the_experts_is_reported(seen: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.trainer.runs import (
     LIMIT_S,
+    PROGRAM,
     STEPS,
     Run,
     assert_same_steps,
@@ -31,11 +32,28 @@ from tests.integration.trainer.runs import (
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 
+COMMITS_ONE_STEP = f"""
+import threading
+from ppojob_trainer.checkpoints.folder_store import FolderStore
+
+commit = FolderStore.commit
+
+def held(store, step, **options):
+    if step == 2:
+        threading.Event().wait()
+    return commit(store, step, **options)
+
+FolderStore.commit = held
+{PROGRAM}
+"""
+"""`ppojob run` that never completes its second checkpoint: a save takes milliseconds, in which a test may not run."""
+
+
 def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
     in_background = checkpointed_spec(model)
-    with started(tmp_path, in_background) as run:
+    with started(tmp_path, in_background, COMMITS_ONE_STEP) as run:
         wait_until(
             lambda: any((tmp_path / "checkpoints").glob(".step-2.tmp-0/*/*")), run, "inside the second save", tmp_path
         )

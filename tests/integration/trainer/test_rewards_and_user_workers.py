@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[2] / "examples" / "03-custom-worker" / "length_penalty.py"
+START_LIMIT_S = 300.0
+"""Of up to eight processes, which import torch at the same time."""
 PENALTY = {"target_tokens": 4, "per_token": 0.05}
 
 
@@ -231,7 +233,7 @@ def pool(model: Path) -> Iterator[PlacedPool]:
     workers = [worker_of("mark", numWorkers=20)]
     spec = job_of(Path("unused"), {**spec_of(model), "workers": workers}).spec
     with connected(spec):
-        placed = asyncio.run(place(spec, 60))
+        placed = asyncio.run(place(spec, START_LIMIT_S))
         yield placed["actor"]
         for one in placed.values():
             one.release()
@@ -253,7 +255,7 @@ def hooks_of(pool: PlacedPool, logs: Path, *methods: str, **fields: Any) -> list
     """Start three processes of `Marker`, or what `fields` says; return the calls of these methods."""
     raw = worker_of(*methods, **fields)
     user = UserWorkers.of(WorkerSpec.model_validate(raw), 0)
-    group = user.start(Launcher(logs, 60.0), pool, {})
+    group = user.start(Launcher(logs, START_LIMIT_S), pool, {})
     asyncio.run(wait_until_up([group]))
     return user.hooks(group)
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer import serve_export
-from tests.integration.trainer.separate_process import seen_by
+from tests.integration.trainer.separate_process import LIMIT_S, seen_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(660)]
-
-LIMIT_SECONDS = 600
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(root: Path) -> dict[str, Any]:
-    return seen_by(serve_export.__name__, str(root), limit=LIMIT_SECONDS)
+    return seen_by(serve_export.__name__, str(root), limit=LIMIT_S)
 
 
 def test_a_chat_goes_through_the_jobs_template(seen: dict[str, Any]) -> None:

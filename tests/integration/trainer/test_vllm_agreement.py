@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from ppojob_trainer.models.smollm2 import prepare
-from tests.integration.trainer.separate_process import seen_by
-from tests.integration.trainer.vllm_agreement import MODULE
+from tests.integration.trainer.separate_process import LIMIT_S, seen_by
+from tests.integration.trainer.vllm_agreement import MODULE, MOST
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(LIMIT_S + 60)]
 
-LIMIT_SECONDS = 550
 # bfloat16 keeps three digits of a logit. On this model trainer and vLLM each differ by 0.006 from float32, by the
 # mean over tokens, so they differ by about 0.008 from each other.
 HEALTHY = 0.012
@@ -21,20 +20,19 @@ HEALTHY = 0.012
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = prepare(tmp_path_factory.mktemp("models") / "smollm2")
-    return seen_by(MODULE, str(model), "CPU", "gloo", limit=LIMIT_SECONDS)
+    return seen_by(MODULE, str(model), "CPU", "gloo", limit=LIMIT_S)
 
 
-@pytest.mark.timeout(LIMIT_SECONDS + 60)
 def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
     assert seen["diff_at_start"] < HEALTHY
 
 
 def test_a_seed_writes_the_same_response_in_any_company(seen: dict[str, Any]) -> None:
-    assert seen["same_in_any_order"]
+    assert seen["equal_in_any_order"] >= MOST
 
 
 def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
-    assert seen["equal_weights_write_the_same"]
+    assert seen["equal_with_equal_weights"] >= MOST
 
 
 def test_log_probs_follow_the_pushed_weights(seen: dict[str, Any]) -> None:

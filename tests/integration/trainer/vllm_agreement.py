@@ -11,6 +11,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,6 +21,11 @@ from tests.integration.trainer.separate_process import VISIBLE_GPUS, gpu, print_
 
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
+MOST = 0.75
+"""Share of the responses that two generations must have in common.
+
+vLLM rounds otherwise where it computes other sequences at the same time, and which those are depends on when the
+requests arrive. So now and then, a number between two tokens samples the other one."""
 SAMPLING = SamplingOptions(max_tokens=24)
 MODULE = "tests.integration.trainer.vllm_agreement"
 
@@ -90,6 +96,16 @@ async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> A
     return DataProto.from_dict(tensors, meta_info=meta)
 
 
+def responses_of(batch: Any) -> list[list[int]]:
+    found: list[list[int]] = batch.responses().to_lists()
+    return found
+
+
+def share_of_equal(ones: Sequence[list[int]], others: Sequence[list[int]]) -> float:
+    """Return the share of rows that are equal in both."""
+    return sum(one == other for one, other in zip(ones, others, strict=True)) / len(ones)
+
+
 def experts_of(batch: Any) -> list[list[int]]:
     found: list[list[int]] = batch.ragged("routed_experts").to_lists()
     return found
@@ -155,18 +171,18 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     trainer, prompts = make_trainer(path, options.device, backend, dtype), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
-    seen: dict[str, Any] = {"same_in_any_order": first.responses().to_lists() == again.responses().to_lists()}
+    seen: dict[str, Any] = {"equal_in_any_order": share_of_equal(responses_of(first), responses_of(again))}
     seen["diff_at_start"] = probs_diff(trainer, first)
 
     if options.routing_replay:
         seen["replay"] = replay_diffs(path, trainer.policy.parallel, first)
-        seen["same_experts_in_any_order"] = experts_of(first) == experts_of(again)
+        seen["equal_experts_in_any_order"] = share_of_equal(experts_of(first), experts_of(again))
 
     (link,) = trainer.sender.listen()
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
     seen["push_seconds"], seen["first_is_read_back"] = await renewed(trainer, engine, 1)
     after_equal = await generate(engine, prompts, forward)
-    seen["equal_weights_write_the_same"] = first.responses().to_lists() == after_equal.responses().to_lists()
+    seen["equal_with_equal_weights"] = share_of_equal(responses_of(first), responses_of(after_equal))
 
     seen |= train_once(trainer, first)
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))

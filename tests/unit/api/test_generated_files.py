@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.reference import field_reference
 def test_generated_files_are_fresh() -> None:
     command = [sys.executable, "-m", "ppojob_api.v1alpha1.generate", "--check"]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
 

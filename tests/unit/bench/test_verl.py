@@ -201,7 +201,7 @@ time.sleep(1)
     run = measure_verl(verl, job(data), TINY, tmp_path / "verl")
 
     assert (run.name, run.step_s) == ("verl 0.9.1", 9.2)
-    assert 0 < run.first_step_s < 10
+    assert 0 < run.first_step_s < 300
     assert not _is_alive(int(left.read_text()))
     left.unlink()
     assert measure_verl(verl, job(data), TINY, tmp_path / "verl") == run
@@ -209,10 +209,10 @@ time.sleep(1)
 
 
 def _is_alive(pid: int) -> bool:
-    for _ in range(50):
+    for _ in range(600):
         try:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
         if state == "Z":
             return False

@@ -25,7 +25,7 @@ class Helm:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it and return what came, whatever its exit status."""
-        return subprocess.run([self._binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run([self._binary, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
     def template(self, values: dict[str, Any], kubernetes: str = _KUBERNETES) -> subprocess.CompletedProcess[str]:
         """Render the chart as release `ppojob` in namespace `system`."""

@@ -94,3 +94,17 @@ def test_processes_of_the_groups_own_pods_are_ended(root: Path, child: subproces
     add_group(make_hierarchies(root, 2)[0] / cgroups.NAME / "kubepods" / "pod1", child.pid)
     assert cgroups.end_processes() == 1
     assert child.wait(timeout=30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("version", "name", "thawed"), [(1, "freezer.state", "THAWED"), (2, "cgroup.freeze", "0")])
+def test_frozen_processes_are_thawed_so_that_they_can_end(root: Path, version: int, name: str, thawed: str) -> None:
+    last = make_hierarchies(root, version)[-1]
+    ours, others = last / cgroups.NAME / "kubepods" / "pod1", last / "kubepods"
+    for folder in (ours, others):
+        add_group(folder)
+        (folder / name).write_text("frozen")
+
+    assert cgroups.end_processes() == 0
+
+    assert (ours / name).read_text() == thawed
+    assert (others / name).read_text() == "frozen"

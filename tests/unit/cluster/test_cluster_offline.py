@@ -35,7 +35,7 @@ def test_the_parts_are_joined_by_their_own_script(tmp_path: Path, is_quick: bool
     parts.compress(programs, tmp_path, parts.PROGRAMS, is_quick=False)
     written = parts.compress(sources, tmp_path, parts.SOURCES, is_quick=is_quick, part_bytes=100_000)
     parts.write_unpack(tmp_path)
-    subprocess.run([tmp_path / "unpack.sh", tmp_path / "there"], check=True, timeout=60)
+    subprocess.run([tmp_path / "unpack.sh", tmp_path / "there"], check=True, timeout=300)
 
     assert len(written) > 1
     assert {path.stat().st_size for path in written[:-1]} == {100_000}

@@ -118,12 +118,12 @@ def relay(chat_url: str, script: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/"
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def wait_for(url: str) -> None:
     """Wait until somebody answers."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while True:
         try:
             urllib.request.urlopen(url, timeout=2)

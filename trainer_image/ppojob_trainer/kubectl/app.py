@@ -46,13 +46,15 @@ Namespace = Annotated[
 ]
 Wait = Annotated[int, typer.Option(min=0, help="Seconds to wait until it is done.", show_default=False)]
 Context = Annotated[
-    str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default="the current")
+    str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default="the current context")
 ]
 
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="One PPOJob, in full.", show_default="all, a line each")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="PPOJob to show in full.", show_default="all jobs, one line each")
+    ] = None,
     namespace: Namespace = None,
     context: Context = None,
     all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
@@ -61,7 +63,7 @@ def status(
     ] = False,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --watch.")] = 2.0,
 ) -> None:
-    """Show one job in full, or all jobs; with --watch as a live table."""
+    """Show one job in full, or all jobs in a table; with --watch, the table is updated."""
     with _refusals():
         cluster = _cluster(context, namespace)
         console = _console()
@@ -97,7 +99,7 @@ def metrics(
     name: Name,
     namespace: Namespace = None,
     context: Context = None,
-    steps: Annotated[int, typer.Option(min=0, help="Number of last steps to show, from the run's metrics.jsonl.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Show this many last steps, from the run's metrics.jsonl.")] = 0,
     metric: Annotated[
         list[str] | None,
         typer.Option(
@@ -109,7 +111,7 @@ def metrics(
         typer.Option("--output", "-o", help="File to which the whole metrics.jsonl is written.", show_default=False),
     ] = None,
 ) -> None:
-    """Show the metrics of the last step (from the status), or of several, or fetch all of them."""
+    """Show the metrics of the last step (from the status) or of several steps, or fetch all metrics."""
     from ppojob_trainer.telemetry import read_metrics
 
     with _refusals():
@@ -132,7 +134,7 @@ def plot(
     namespace: Namespace = None,
     context: Context = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The picture to write.", show_default="plot.png or timing.png")
+        Path | None, typer.Option("--output", "-o", help="Picture to write.", show_default="plot.png or timing.png")
     ] = None,
     timing: Annotated[bool, typer.Option("--timing", help="Draw where a step's time goes.")] = False,
 ) -> None:
@@ -159,7 +161,7 @@ def model(
     context: Context = None,
     step: Annotated[
         int | None,
-        typer.Option(min=1, help="Which export of a job with checkpoint.export: Each.", show_default="the newest"),
+        typer.Option(min=1, help="Step of the export, with checkpoint.export: Each.", show_default="the newest"),
     ] = None,
 ) -> None:
     """Copy the trained model to this machine, as a HuggingFace folder, and print how to serve it."""
@@ -232,7 +234,7 @@ def wait(
     context: Context = None,
     timeout: Annotated[int, typer.Option(min=0, help="Seconds to wait.")] = 86_400,
 ) -> None:
-    """Wait until a job has ended, and print how. Exit status: 0 if it is complete, else 1."""
+    """Wait until a job has ended, and print how it ended. Exit with 0 if it is complete, else with 1."""
     with _refusals():
         cluster = _cluster(context, namespace)
         job = waiting.wait_until_finished(cluster, _KIND, _job(cluster, name), timeout)
@@ -279,7 +281,7 @@ def retry(
     context: Context = None,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for the operator's answer.")] = 60,
 ) -> None:
-    """Run a job again that has failed, or a complete one with more steps, from its last checkpoint."""
+    """Run a failed job, or a complete job with more steps, again from its last checkpoint."""
     with _refusals():
         cluster = _cluster(context, namespace)
         typer.echo(retry_request.run_again(cluster, _KIND, _job(cluster, name), datetime.now(UTC), timeout))

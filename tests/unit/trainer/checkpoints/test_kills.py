@@ -19,7 +19,7 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _killed_at_each_point(folder: Path, scenario: str) -> list[Path]:
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), str(folder), scenario]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(folder.iterdir(), key=lambda path: int(path.name))
 

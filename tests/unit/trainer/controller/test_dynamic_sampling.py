@@ -174,7 +174,7 @@ def engines_of(run: Run) -> TimedRollouts:
     return engines
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     mode=st.sampled_from(MODES),

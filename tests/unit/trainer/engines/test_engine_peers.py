@@ -25,7 +25,7 @@ from tests.unit.trainer.engines.two_ranks import make_policy
 
 pytestmark = pytest.mark.slow
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 540
 
 # The model: tied embeddings; biases and untied ones; norms of single heads.
 LAYOUTS = {

@@ -18,7 +18,7 @@ from tests.unit.trainer.engines import two_ranks, two_ranks_resume
 pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parents[4]
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 540
 
 
 @pytest.fixture(scope="module")

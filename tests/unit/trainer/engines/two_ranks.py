@@ -23,6 +23,7 @@ from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch
 
 WORLD_SIZE = 2
+LIMIT_S = 200.0
 NUM_LAYERS, VALUE_HEAD = 3, 1
 MESSAGE_BYTES = 100_000
 """More than a layer of the tiny model in float32, less than two of them, and more than three in bfloat16."""
@@ -145,7 +146,9 @@ def run_gathering(parallel: ParallelMesh, model: Path, batch: DataProto, *, stay
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
+    parallel = init_process_group(
+        Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 200), 200
+    )
     found = run(parallel, model, shard(rank), out)
     vars(model_module)["MESSAGE_BYTES"] = MESSAGE_BYTES
     for name, stays_gathered in (("freed", False), ("gathered", True)):

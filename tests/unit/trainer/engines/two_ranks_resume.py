@@ -31,7 +31,9 @@ def go_on(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -
 def main() -> None:
     rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    parallel = init_process_group(Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 60), 60)
+    parallel = init_process_group(
+        Device.CPU, rank, ParallelDims(shard=WORLD_SIZE), connect("127.0.0.1", port, 200), 200
+    )
     seen = go_on(parallel, model, shard(rank), out)
     policy = seen.pop("policy")
     policy.save(out / "background", in_background=True)

@@ -279,6 +279,6 @@ def test_the_processes_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
 
     child = int(os.path.basename(marks[0]))
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ppojob_api.v1alpha1.resolve import Reporting
 
 
-def _wait_until(is_true: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+def _wait_until(is_true: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Wait for something that another thread does; fail with its name."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
@@ -90,8 +90,9 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             time.sleep(found.delay_s)
-            found.reports.append(json.loads(body))
+            # A test waits for the report.
             found.tokens.append(self.headers["Authorization"])
+            found.reports.append(json.loads(body))
             self.send_response(found.status)
             self.end_headers()
             self.wfile.write(found.answer.encode())

@@ -16,7 +16,7 @@ def _run(path: Path, body: str, secrets: tuple[str, ...] = ()) -> subprocess.Com
         tee = tee_output(Path({str(path)!r}), {list(secrets)!r})
     """
     program = textwrap.dedent(head) + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class ThreadRanks:
     """Ranks as threads: each hands its tensor in and waits for the others."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=120)
         self._given: list[Tensor] = []
 
     def sum(self, values: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def test_the_settings_that_are_named_exist() -> None:
 
 
 async def test_a_dead_rank_explains_the_broken_connections_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "GRACE_S", 1.0)
+    monkeypatch.setattr(futures, "GRACE_S", 30.0)
     broken = task_error(RuntimeError("Connection closed by peer"))
 
     with pytest.raises(WorkerLostError, match="actor rank 1"):
@@ -157,7 +157,7 @@ async def test_an_error_without_a_name_is_reported_before_the_broken_connections
 
 
 async def test_memory_explains_a_death_and_a_named_error_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "GRACE_S", 1.0)
+    monkeypatch.setattr(futures, "GRACE_S", 30.0)
 
     with pytest.raises(WorkerOutOfMemoryError):
         await future_of(answer(ActorDiedError()), answer(OutOfMemoryError(RAYS_PAGE), after_s=0.05))
