@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {
     "tensor 2, expert 2, one without tokens": Layout(ParallelDims(tensor=2, expert=2), "starved", None),
-    "tensor 2, expert 2, mixtral, adapters": Layout(ParallelDims(tensor=2, expert=2), "mixtral", OF_ATTENTION),
+    "tensor 2, expert 2, mixtral, adapters": Layout(ParallelDims(tensor=2, expert=2), "mixtral"),
     "tensor 2 x context 2, expert 2": Layout(ParallelDims(context=2, tensor=2, expert=2), "experts", None),
 }
 LONG = {
@@ -61,6 +61,7 @@ LONG = {
     "tensor 2, adapters, gathered": Layout(
         ParallelDims(tensor=2), "experts", OF_ATTENTION, {"stays_gathered": True, "gradient_checkpointing": False}
     ),
+    "tensor 2, adapters of all layers": Layout(ParallelDims(tensor=2), "experts"),
     "shard 2 x tensor 2, all offloaded": Layout(
         ParallelDims(shard=2, tensor=2), "mixtral", None, {"offload": BOTH, "activation_offload": True}
     ),

@@ -70,6 +70,20 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
             module.add_module(ADAPTERS, adapters)
 
 
+def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
+    """Return how many parameters the adapters of a model would have. The model gets them, without values.
+
+    Raises:
+        ModelUnsupportedError: a target is not a linear layer of the model.
+    """
+    layers = getattr(language_model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        # It is refused when it is built.
+        return 0
+    add_adapters(language_model, layers, lora)
+    return sum(parameter.numel() for name, parameter in layers.named_parameters() if is_adapter(name))
+
+
 def _experts(
     language_model: PreTrainedModel, layers: nn.Module
 ) -> Iterator[tuple[nn.Module, dict[str, dict[str, range]]]]:
