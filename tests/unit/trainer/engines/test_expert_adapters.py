@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import UpdateResult
+from ppojob_trainer.models.support import FAMILIES, Support
 from ppojob_trainer.protocol import Keys
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.option_ranks import fill_second_matrices
 from tests.unit.trainer.engines.test_grouped_experts import _Products, inputs, saved_shapes
 from tests.unit.trainer.engines.tiny_experts import (
     EXPERT_SIZE,
@@ -311,3 +314,29 @@ def test_operations_are_those_of_the_adapters_that_a_token_uses(parallel: Parall
     of_experts = 2 * PER_TOKEN * 3 * RANK * (HIDDEN + EXPERT_SIZE)
     of_dense = 3 * RANK * (HIDDEN + 64)
     assert of_both - of_attention == pytest.approx(6 * 10 * (of_experts + of_dense), rel=1e-9)
+
+
+def test_the_table_of_families_says_that_these_are_tested() -> None:
+    mixtures = {name for name, family in FAMILIES.items() if name in MIXTURES and family.lora is Support.TESTED}
+    assert mixtures == MIXTURES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers_compute_the_same(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in test_engine_experts: torch's tracing and partitioning without Inductor's code."""
+    path, batch = save_tiny_experts(tmp_path), make_batch(4, num_mini_batches=1)
+    expected = make_policy(parallel, path, [])
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+    compiled = make_policy(parallel, path, [], compile=True)
+    for policy in (expected, compiled):
+        fill_second_matrices(policy)
+    assert compiled.update(batch) == pytest.approx(expected.update(batch), rel=1e-4, abs=1e-6)
+    references = [
+        policy.forward(batch, with_adapters=False).padded(Keys.OLD_LOG_PROBS) for policy in (expected, compiled)
+    ]
+    torch.testing.assert_close(references[1], references[0], atol=1e-4, rtol=1e-4)
