@@ -27,10 +27,11 @@ class Support(StrEnum):
 
 @dataclass(frozen=True)
 class Family:
-    """What is tested of a family, in addition to training, export and adapters.
+    """What is tested of a family, in addition to training and export.
 
-    variants: settings of the family that the tests have. lora: adapters on all linear layers, those of experts too. push: weights are sent to a real vLLM. tensor_parallel,
-    pipeline: `tensorParallelSize` and `pipelineParallelSize` above 1.
+    variants: settings of the family that the tests have. lora: adapters on all linear layers, those of experts too.
+    push: weights are sent to a real vLLM. tensor_parallel, pipeline: `tensorParallelSize` and `pipelineParallelSize`
+    above 1.
     """
 
     variants: str = ""
