@@ -77,7 +77,6 @@ LAYOUTS = {
     "pipeline 2 x expert 2 of sequence 2, deepseek": Layout(
         ParallelDims(sequence=2, pipeline=2, expert=2), "deepseek", None
     ),
-    "expert 2, one without tokens, adapters of all layers": Layout(ParallelDims(shard=2, expert=2), "starved"),
     "expert 2 x replicate 2": Layout(ParallelDims(replicate=2, shard=2, expert=2), "experts", None),
 }
 LONG = {
@@ -122,17 +121,6 @@ LONG = {
         ParallelDims(shard=2, expert=2),
         "deepseek",
         LoRA(rank=3, alpha=12.0, target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
-    ),
-    "expert 2 of deepseek, adapters of all layers": Layout(ParallelDims(shard=2, expert=2), "deepseek"),
-    "expert 2 of 4 ranks, adapters of all layers, nothing recomputed": Layout(
-        ParallelDims(shard=4, expert=2), "experts", options={"gradient_checkpointing": False, "stays_gathered": True}
-    ),
-    "expert 4 of shard 2 x sequence 2, adapters of all layers, all offloaded": Layout(
-        ParallelDims(shard=2, sequence=2, expert=4), "starved", options={"offload": BOTH, "activation_offload": True}
-    ),
-    "pipeline 2 x expert 2, adapters of all layers": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts"),
-    "pipeline 2 of experts, two stages each, adapters of all layers, gathered": Layout(
-        ParallelDims(shard=2, pipeline=2, virtual=2), "deep experts", options={"stays_gathered": True}
     ),
     "expert 2 of mixtral": Layout(ParallelDims(shard=2, expert=2), "mixtral", None),
     "pipeline 2 of experts": Layout(ParallelDims(pipeline=2), "experts", None),

@@ -61,7 +61,6 @@ LONG = {
     "tensor 2, adapters, gathered": Layout(
         ParallelDims(tensor=2), "experts", OF_ATTENTION, {"stays_gathered": True, "gradient_checkpointing": False}
     ),
-    "tensor 2, adapters of all layers": Layout(ParallelDims(tensor=2), "experts"),
     "shard 2 x tensor 2, all offloaded": Layout(
         ParallelDims(shard=2, tensor=2), "mixtral", None, {"offload": BOTH, "activation_offload": True}
     ),

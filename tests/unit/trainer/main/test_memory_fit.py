@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_api.v1alpha1.model import FrozenOffload, LoRA
+from ppojob_api.v1alpha1.model import FrozenOffload
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.engines.errors import ModelMismatchError, ModelUnsupportedError
+from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
 from ppojob_trainer.main.memory_fit import check_memory, needs, pool_memory, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker, size_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
-from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
 
 GB = 10**9
 
@@ -66,15 +65,6 @@ def test_each_copy_of_a_model_has_fewer_gpus() -> None:
 def test_adapters_and_offload_need_less() -> None:
     (lora,) = needs(spec_of(lora={"rank": 8}), sizes(1))["a"][:1]
     assert (lora.total, lora.resident) == (1 * GB, 1 * GB)
-
-    # float32 weights, gradients and moments of the adapters, beside the frozen weights.
-    tenth = {"actor": replace(sizes(1)["actor"], in_adapters=GB // 10)}
-    (adapted,) = needs(spec_of(lora={"rank": 8}), tenth)["a"]
-    states = (adapted.weights, adapted.gradients, adapted.optimizer, adapted.resident, adapted.gathered)
-    assert states == pytest.approx((1.2 * GB, 0.2 * GB, 0.4 * GB, 1.6 * GB, 2.6 * GB))
-    (kept,) = needs(spec_of(lora={"rank": 8}, offload={"optimizer": True}), tenth)["a"]
-    assert kept.resident == pytest.approx(1.2 * GB)
-    assert kept.is_returned
 
     (offloaded,) = needs(spec_of(offload={"parameters": True, "optimizer": True}), sizes(1))["a"]
     assert (offloaded.total, offloaded.resident) == (8 * GB, 0)
@@ -347,24 +337,6 @@ def test_stages_are_counted_as_the_engine_cuts_them(tmp_path: Path, is_tied: boo
     ends = [embedding, *[0] * (num_stages - 2), embedding + config.hidden_size]
     assert of_policy.stages == tuple(layer * number + end for number, end in zip(layers, ends, strict=True))
     assert of_policy.largest_stage == of_critic.largest_stage == layers[0] * layer + embedding
-
-
-def test_the_parameters_of_adapters_are_counted_apart(tmp_path: Path) -> None:
-    """Of experts too; names that the model does not have are refused before anything is loaded."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(save_tiny_experts(tmp_path))
-
-    def counted(*targets: str) -> ModelSize:
-        lora = LoRA(rank=4, target_modules=list(targets))
-        return size_of(config, ModelSource("", trust_remote_code=False, lora=lora), 0, None)
-
-    of_experts = 2 * NUM_EXPERTS * (48 + EXPERT_SIZE) * 4
-    # One of three layers is dense, with 64 numbers in between.
-    assert counted("gate_proj").in_adapters == of_experts + (48 + 64) * 4
-    assert replace(counted("gate_proj"), in_adapters=0) == replace(counted("q_proj"), in_adapters=0)
-    with pytest.raises(ModelUnsupportedError, match=r"\['experts'\] are no linear layers"):
-        counted("experts")
 
 
 def test_stages_of_a_rank_are_counted_together(tmp_path: Path) -> None:

@@ -61,13 +61,13 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
     for name, module in linear.items():
         if name.rpartition(".")[2] in targets:
             LoRALinear.of(module, lora)
-    for module, fused in experts.items():
+    for owner, fused in experts.items():
         adapters = nn.ModuleDict()
         for parameter, projections in fused.items():
             if chosen := {name: rows for name, rows in projections.items() if name in targets}:
-                adapters[parameter] = LoRAExperts(module.get_parameter(parameter), chosen, lora)
+                adapters[parameter] = LoRAExperts(owner.get_parameter(parameter), chosen, lora)
         if adapters:
-            module.add_module(ADAPTERS, adapters)
+            owner.add_module(ADAPTERS, adapters)
 
 
 def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
