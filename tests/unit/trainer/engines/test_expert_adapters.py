@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
@@ -41,6 +43,7 @@ from tests.unit.trainer.engines.tiny_experts import (
     tiny_experts,
 )
 from tests.unit.trainer.engines.tiny_llama import make_batch
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 HIDDEN = 48
 RANK, FACTOR = 3, 4.0
@@ -140,17 +143,33 @@ def test_frozen_experts_get_no_gradients_beside_their_adapters() -> None:
     assert saved.count((rows, EXPERT_SIZE)) == 1
 
 
-def test_a_recomputed_layer_leaves_out_the_last_product() -> None:
+class _Weights(TorchDispatchMode):
+    """Records the shapes of the matrices by which rows are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten._grouped_mm.default:
+            self.shapes.append(tuple(args[1].shape))
+        return operation(*args, **kwargs or {})
+
+
+def test_a_recomputed_layer_leaves_out_the_last_product_of_the_base() -> None:
     _, module = adapted([*USUAL])
     hidden, chosen, weights = inputs(torch.float32, torch.float32)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
     output = experts.count_and_multiply(module, hidden, chosen, weights)
     expected = torch.autograd.grad(output, [hidden, weights, *trained], outer)
-    with _Products() as products:
+    with _Weights() as seen:
         output = checkpoint(experts.count_and_multiply, module, hidden, chosen, weights, use_reentrant=False)
         found = torch.autograd.grad(output, [hidden, weights, *trained], outer)
-    assert products.number == 6 + 5 + 10
+    assert len(seen.shapes) == 6 + 5 + 10
+    # Gate and up are computed twice, and down once; the transposed ones are those of the rows' gradients.
+    base = {"gate_up": (NUM_EXPERTS, HIDDEN, 2 * EXPERT_SIZE), "down": (NUM_EXPERTS, EXPERT_SIZE, HIDDEN)}
+    assert {name: seen.shapes.count(shape) for name, shape in base.items()} == {"gate_up": 2, "down": 1}
     for ours, of_all in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, of_all, atol=0, rtol=0)
 
@@ -291,6 +310,24 @@ def test_what_is_sent_and_exported_is_the_base_plus_the_products(
     assert list(in_blocks) != list(weights)
     for name, tensor in weights.items():
         assert torch.equal(in_blocks[name], tensor), name
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_transformers_computes_the_same_with_what_is_sent(
+    parallel: ParallelMesh, family: str, number: int, tmp_path: Path
+) -> None:
+    path, batch = save_tiny_experts(tmp_path, family=family), make_batch(8)
+    policy = make_policy(parallel, path, ["o_proj", NAMES.get(family, USUAL)[number]])
+    for _ in range(3):
+        policy.update(batch)
+    save_file(sent(policy), path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = model(**padded_inputs(batch)).logits
+    responses = padded_responses(batch)
+    log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
+    torch.testing.assert_close(policy.forward(batch).padded(Keys.OLD_LOG_PROBS), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_later_push_has_all_projections_of_all_experts(parallel: ParallelMesh, tmp_path: Path) -> None:
