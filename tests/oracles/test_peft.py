@@ -82,7 +82,7 @@ def test_new_adapters_are_drawn_alike(engine: FSDPEngine, answers: dict[str, Ten
     fresh = {name.removeprefix("fresh/"): value for name, value in answers.items() if name.startswith("fresh/")}
     ours = {
         f"base_model.model.{name.removeprefix('language_model.')}.weight": value
-        for name, value in initial_adapters(engine.module, seed=1).items()
+        for name, value in initial_adapters(engine.module, seed=1)
     }
     assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in fresh.items()}
     for name, value in ours.items():

@@ -18,8 +18,9 @@ class LoRA(ApiModel):
     alpha: float = Field(default=32.0, gt=0, le=65_536)
     """Scale of the adapters: their product B A is multiplied by alpha / rank."""
     target_modules: Annotated[list[ShortText], Field(max_length=64)] = Field(default_factory=list)
-    """Linear layers that get adapters, by the last part of their name, such as q_proj. Empty: all linear layers of the
-    decoder layers. Required for a mixture of experts, whose experts can have no adapters."""
+    """Linear layers that get adapters, by the last part of their name in HuggingFace checkpoints, such as q_proj.
+    Empty: all linear layers of the decoder layers, those of experts too. A name means the layers of all experts, of
+    shared experts and of dense layers: gate_proj, up_proj and down_proj, in Mixtral w1, w3 and w2."""
 
 
 class FrozenOffload(ApiModel):

@@ -49,7 +49,7 @@ def host_needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, li
     for role, size in sizes.items():
         pool = spec.pool(pool_of[role])
         share = _most_of_a_node(size, pool) / gpus_of_a_stage(spec, role, pool.gpus)
-        offloaded, staged = _bytes(spec, role)
+        offloaded, staged = _bytes(spec, role, size.in_adapters / size.num_parameters)
         need = HostNeed(role, share * offloaded, share * staged, pool.gpus_per_node)
         found.setdefault(size.host, []).append(need)
     return found
@@ -94,14 +94,18 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
     return spec.checkpoint.asynchronous and not warnings, warnings
 
 
-def _bytes(spec: PPOJobSpec, role: str) -> tuple[int, int]:
-    """Return the bytes per parameter that are offloaded, and those that a background save copies from the GPU."""
+def _bytes(spec: PPOJobSpec, role: str, adapters: float) -> tuple[float, float]:
+    """Return the bytes per parameter that are offloaded, and those that a background save copies from the GPU.
+
+    adapters: parameters of adapters for each parameter of the model.
+    """
     trained: dict[str, TrainedModel] = {"actor": spec.model.actor, "critic": spec.model.critic}
     model = trained.get(role)
     if model is None:
         return _BFLOAT16 * (base_role(role) == Role.REF and spec.model.ref.offload.parameters), 0
-    if model.lora is not None:
-        # With LoRA a checkpoint has only the adapters, which are small.
-        return _BFLOAT16 * model.offload.parameters, 0
     offloaded = _FLOAT32 * model.offload.parameters + _MOMENTS * model.offload.optimizer
-    return offloaded, _FLOAT32 + _MOMENTS - offloaded
+    staged = _FLOAT32 + _MOMENTS - offloaded
+    if model.lora is not None:
+        # With LoRA, a checkpoint has only the adapters.
+        return _BFLOAT16 * model.offload.parameters + adapters * offloaded, adapters * staged
+    return offloaded, staged

@@ -153,8 +153,9 @@ def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Ne
         if role in trained:
             own, training = trained[role]
             full = tokens(training.mini_batch_size, training.max_tokens_per_gpu)
-            need = _trained(role, share, own, full * _kept(size, own, training))
-            # Gradients of all parameters are accumulated in float32 before they are reduced to their ranks.
+            adapters = share * size.in_adapters / size.num_parameters
+            need = _trained(role, share, adapters, own, full * _kept(size, own, training))
+            # Gradients of all trained parameters are accumulated in float32 before they are reduced to their ranks.
             gradients = 0 if own.lora is not None else _FLOAT32
             need = replace(need, gathered=_gathered(spec, role, size, gpus, gradients))
         elif base_role(role) == Role.REF:
@@ -226,12 +227,15 @@ def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients
     """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
     Of divided experts, those of a rank are gathered; stages have as large a share of the experts as of all parameters.
-    If a single GPU computes a model or stage, the gradients are accumulated in place.
+    If a single GPU computes a model or stage, the gradients are accumulated in place. Adapters count as if none were of
+    divided experts.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
+    in_adapters = size.in_adapters * size.largest_stage / size.num_parameters
+    of_adapters = in_adapters * (_BFLOAT16 + (_FLOAT32 if is_summed else 0))
     in_experts = size.in_experts * size.largest_stage / size.num_parameters
     of_others = in_experts - in_experts / _dividing(spec)[base_role(role)].expert_parallel_size
-    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0))
+    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0)) + of_adapters
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -240,13 +244,13 @@ def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: f
     return Need(role, weights, resident=resident, activations=activations, is_returned=is_offloaded)
 
 
-def _trained(role: str, parameters: float, model: TrainedModel, activations: float) -> Need:
-    if model.lora is not None:
-        return _frozen(role, parameters, model.offload, activations)
-    weights, moments = _FLOAT32 * parameters, 2 * _FLOAT32 * parameters
+def _trained(role: str, parameters: float, adapters: float, model: TrainedModel, activations: float) -> Need:
+    trained = parameters if model.lora is None else adapters
+    frozen = 0.0 if model.lora is None else _BFLOAT16 * parameters
+    weights, gradients, moments = frozen + _FLOAT32 * trained, _FLOAT32 * trained, 2 * _FLOAT32 * trained
     resident = (0.0 if model.offload.parameters else weights) + (0.0 if model.offload.optimizer else moments)
     is_returned = model.offload.parameters or model.offload.optimizer
-    return Need(role, weights, weights, moments, resident, activations, is_returned=is_returned)
+    return Need(role, weights, gradients, moments, resident, activations, is_returned=is_returned)
 
 
 def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, bool]:

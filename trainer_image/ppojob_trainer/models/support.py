@@ -27,10 +27,11 @@ class Support(StrEnum):
 
 @dataclass(frozen=True)
 class Family:
-    """What is tested of a family, in addition to training, export and adapters.
+    """What is tested of a family, in addition to training and export.
 
-    variants: settings of the family that the tests have. push: weights are sent to a real vLLM. tensor_parallel,
-    pipeline: `tensorParallelSize` and `pipelineParallelSize` above 1.
+    variants: settings of the family that the tests have. lora: adapters on all linear layers, those of experts too.
+    push: weights are sent to a real vLLM. tensor_parallel, pipeline: `tensorParallelSize` and `pipelineParallelSize`
+    above 1.
     """
 
     variants: str = ""
@@ -62,19 +63,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v3": Family(
         "with and without dense layers, groups of experts, compressed queries, YaRN",
         push=Support.TESTED,
-        lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.REFUSED,
     ),
     "mixtral": Family(
         "with and without sliding window",
         push=Support.TESTED,
-        lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.NOT_EXPERTS,
     ),
     "qwen3_moe": Family(
         "with and without dense layers between those with experts",
         push=Support.TESTED,
-        lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.NOT_EXPERTS,
     ),
 }

@@ -166,7 +166,7 @@ def _pool(spec: PPOJobSpec, name: str, gpu: Gpu, planned: Mapping[str, RolePlan]
     engine = None
     if name in spec.placement.rollout_pools:
         actor = planned["actor"]
-        engine = plan_engine(spec, name, actor.role.config, actor.measured.num_parameters, gpu.memory)
+        engine = plan_engine(spec, name, actor.role.config, actor.measured.num_sent, gpu.memory)
     weights = 0.0 if engine is None else engine.weights
     memory = pool_memory(spec, name, [(found.need, found.peak) for found in roles], gpu.memory, weights)
     found = PoolPlan(name, gpu, roles, engine, memory)

@@ -13,6 +13,7 @@ and the last one (logits). All others need no more than the second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -31,6 +32,7 @@ from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
 from ppojob_trainer.engines.train.fsdp.experts import active_share, expert_modules
 from ppojob_trainer.engines.train.fsdp.loading import allocate
+from ppojob_trainer.engines.train.fsdp.lora import is_adapter
 from ppojob_trainer.engines.train.fsdp.model import build_critic, build_policy
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule, is_sent
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
@@ -64,14 +66,14 @@ def measure_stage(work: Work, stage: int) -> Measured:
     with fake_ranks(work.dims, stage) as parallel, as_on_cuda(live):
         live.kinds = _kinds(parallel)
         module = _built(work, parallel)
-        num_parameters, layer_parameters = _counted(module, work.config)
+        counted = _counted(module, work.config)
         compile_on_fake_tensors(module)
         micro = None if work.kind == "reward_model" else _micro_batch(work, work.sequences, parallel)
         updated = None if work.training is None else _micro_batch(work, work.update_sequences, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
             schedule = _Schedule.of(work, module, micro, parallel)
-            found = Measured(num_parameters, live.now, layer_parameters, _expert_layers(module))
+            found = replace(counted, weights=live.now, expert_layers=_expert_layers(module))
             found = _forward(work, module, micro, schedule, live, found)
             if work.kind == "actor":
                 found = _pushed(work, cast(PolicyModule, module), live, found)
@@ -107,22 +109,30 @@ def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
     return module
 
 
-def _counted(module: nn.Module, config: PretrainedConfig) -> tuple[int, float]:
-    """Return the parameters of the whole model, and how many numbers of its decoder layers compute for a token."""
-    if not isinstance(module, PolicyModule | ValueModule) or module.stage is None:
-        return sum(parameter.numel() for parameter in module.parameters()), _active(module, config)
-    parts = module.stage.parts
-    value_head = config.get_text_config().hidden_size + 1 if isinstance(module, ValueModule) else 0
-    in_layers = sum(part.numel * active_share(part.shape, config) for part in parts if part.layer is not None)
-    return sum(part.numel for part in parts) + value_head, in_layers
+def _counted(module: nn.Module, config: PretrainedConfig) -> Measured:
+    """Count the parameters of the whole model, and the numbers of its decoder layers that compute for a token."""
+    if isinstance(module, PolicyModule | ValueModule) and module.stage is not None:
+        parts = module.stage.parts
+        shapes = [(part.name, part.shape) for part in parts]
+        in_layers = [(part.name, part.shape) for part in parts if part.layer is not None]
+        value_head = config.get_text_config().hidden_size + 1 if isinstance(module, ValueModule) else 0
+    else:
+        backbone = module.backbone if isinstance(module, PolicyModule | ValueModule) else module
+        layers = [part for part in backbone.modules() if isinstance(part, nn.ModuleList)][:1]
+        shapes, value_head = _shapes(module), 0
+        in_layers = [shape for part in layers for shape in _shapes(part)]
+    active = [(name, math.prod(shape) * active_share(shape, config)) for name, shape in in_layers]
+    return Measured(
+        num_parameters=sum(math.prod(shape) for _, shape in shapes) + value_head,
+        weights=0,
+        layer_parameters=sum(number for _, number in active),
+        num_adapters=sum(math.prod(shape) for name, shape in shapes if is_adapter(name)),
+        layer_adapters=sum(number for name, number in active if is_adapter(name)),
+    )
 
 
-def _active(module: nn.Module, config: PretrainedConfig) -> float:
-    """Return how many numbers of the decoder layers compute for a token."""
-    backbone = module.backbone if isinstance(module, PolicyModule | ValueModule) else module
-    layers = [part for part in backbone.modules() if isinstance(part, nn.ModuleList)][:1]
-    parameters = [parameter for part in layers for parameter in part.parameters()]
-    return sum(parameter.numel() * active_share(parameter.shape, config) for parameter in parameters)
+def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
 
 
 def _expert_layers(module: nn.Module) -> int:

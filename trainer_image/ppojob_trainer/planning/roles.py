@@ -103,11 +103,12 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
                 f"spec.{section}.engine=FSDP"
             )
     find = partial(_role, spec, shapes)
-    found = [find("actor", "model.actor.path", ModelSource(actor.path, actor.trust_remote_code), actor, spec.actor)]
+    source = ModelSource(actor.path, actor.trust_remote_code, lora=actor.lora)
+    found = [find("actor", "model.actor.path", source, actor, spec.actor)]
     if "critic" in pools_of_roles(spec):
         own = model.critic
         field, path = ("model.critic.path", own.path) if own.path else ("model.actor.path", actor.path)
-        source = ModelSource(path, own.trust_remote_code, has_output_layer=False)
+        source = ModelSource(path, own.trust_remote_code, has_output_layer=False, lora=own.lora)
         found.append(find("critic", field, source, own, spec.critic))
     references = [role for role in pools_of_roles(spec) if base_role(role) == Role.REF]
     if references and not model.reference_is_actor:

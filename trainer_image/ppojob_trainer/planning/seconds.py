@@ -129,8 +129,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
     engines = max(1, layout.gpus_of(Phase.GENERATE) // parts)
     sequences = spec.data.train_batch_size * spec.rollout.samples_per_prompt / engines
     per_token = actor.num_hidden_layers * cached_numbers(actor, parts) * _BFLOAT16
-    num_parameters = measured["actor"].num_parameters
-    of_engine = engine_weights(spec, num_parameters, embedding_parameters(actor))
+    of_engine = engine_weights(spec, measured["actor"].num_sent, embedding_parameters(actor))
     return Workload(
         operations=operations,
         gpus={phase: layout.gpus_of(phase) for phase in operations},
@@ -308,7 +307,8 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     # Backward takes twice a forward pass; without gradients of the matrices once. The output layer's logits are
     # computed again.
     backward = 1 if has_adapters else 2
-    return spec.algorithm.epochs * (layers * (1 + again + backward) + output * (2 + backward))
+    of_adapters = 2 * measured.layer_adapters * tokens
+    return spec.algorithm.epochs * (layers * (1 + again + backward) + of_adapters + output * (2 + backward))
 
 
 def _expert_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:

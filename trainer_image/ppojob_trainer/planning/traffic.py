@@ -56,7 +56,7 @@ def links_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mappi
 def bytes_of_push(spec: PPOJobSpec, actor: Measured) -> int:
     """Return the bytes of the weights that a push has; with adapters, those of a later one than the first."""
     if actor.changing is None or not engines_keep_weights(spec):
-        return actor.num_parameters * _BFLOAT16
+        return actor.num_sent * _BFLOAT16
     return actor.changing
 
 
@@ -82,7 +82,7 @@ def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
 
 
 def _gathered_from_other_hosts(spec: PPOJobSpec, actor: Measured) -> float:
-    share = bytes_of_push(spec, actor) / (actor.num_parameters * _BFLOAT16)
+    share = bytes_of_push(spec, actor) / (actor.num_sent * _BFLOAT16)
     return share * sum(actor.push_traffic.from_other_hosts.values())
 
 

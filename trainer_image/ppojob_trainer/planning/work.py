@@ -69,7 +69,8 @@ class Traffic:
 @dataclass(frozen=True)
 class Measured:
     """Bytes of one rank, beside the parameters of the whole model. layer_parameters: that compute for a token.
-    expert_layers: layers of the whole model that have experts.
+    expert_layers: layers of the whole model that have experts. num_adapters, layer_adapters: of the parameters those of
+    adapters, and those that compute for a token.
 
     forward, update: most live bytes in a pass without backward, and in an optimizer step. push: the same while weights
     are sent to the engines, without moments; 0 if the role sends none. changing: of the weights that are sent, what
@@ -94,6 +95,13 @@ class Measured:
     batch_traffic: Traffic = field(default_factory=Traffic)
     step_traffic: Traffic = field(default_factory=Traffic)
     push_traffic: Traffic = field(default_factory=Traffic)
+    num_adapters: int = 0
+    layer_adapters: float = 0.0
+
+    @property
+    def num_sent(self) -> int:
+        """Parameters of the model that the engines have: adapters are merged into it."""
+        return self.num_parameters - self.num_adapters
 
     @property
     def peak(self) -> int:

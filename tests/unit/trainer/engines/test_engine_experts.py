@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_api.v1alpha1.model import ActorModel, LoRA
+from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
-from ppojob_trainer.engines.errors import ModelUnsupportedError
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.experts import COUNTS, expert_modules, imbalance_metrics
@@ -344,20 +343,3 @@ def test_half_of_the_starved_experts_get_no_token(
 
 def test_a_model_without_experts_has_no_imbalance(parallel: ParallelMesh, model_path: Path) -> None:
     assert not any("expert" in name for name in make_policy(parallel, model_path).update(make_batch(4)))
-
-
-@pytest.mark.parametrize(
-    ("targets", "says"),
-    [
-        (
-            [],
-            "lora without targetModules includes experts, .*fused.*: set .* to some of k_proj, o_proj, q_proj, v_proj$",
-        ),
-        (["q_proj", "up_proj"], r"lora.targetModules \['up_proj'\] include experts"),
-        (["experts"], r"lora.targetModules \['experts'\] are no linear layers of the decoder layers"),
-        (["gate_up_proj"], r"lora.targetModules \['gate_up_proj'\] include experts"),
-    ],
-)
-def test_adapters_on_experts_are_refused(parallel: ParallelMesh, path: Path, targets: list[str], says: str) -> None:
-    with pytest.raises(ModelUnsupportedError, match=says):
-        make_policy(parallel, path, lora=LoRA(rank=4, target_modules=targets))

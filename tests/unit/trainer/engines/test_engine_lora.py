@@ -21,7 +21,8 @@ from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
-from ppojob_trainer.engines.train.fsdp.lora import LoRALinear, adapters_off, is_adapter
+from ppojob_trainer.engines.train.fsdp.lora import adapters_off, is_adapter
+from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import UpdateResult

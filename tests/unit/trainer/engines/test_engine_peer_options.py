@@ -38,7 +38,6 @@ BOTH = Offload(parameters=True, optimizer=True)
 ALL_LAYERS = LoRA(rank=3, alpha=12.0)
 # Divided by outputs, with a bias in qwen2; divided by inputs.
 TWO_LAYERS = LoRA(rank=4, alpha=2.0, target_modules=["k_proj", "down_proj"])
-# Experts have no adapters.
 OF_ATTENTION = LoRA(rank=3, alpha=12.0, target_modules=["q_proj", "o_proj"])
 
 

@@ -1,6 +1,7 @@
 """What a role needs on fake tensors is what it needs on real ones, and what its formulas say."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ppojob_trainer.planning.fake_device import LiveBytes
 from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.batches import PROMPT, RESPONSE, SEQUENCES, real_batch
-from tests.unit.trainer.planning.jobs import LAYERS, write_config
+from tests.unit.trainer.planning.jobs import LAYERS, write_config, write_experts
 
 ALONE = ParallelDims()
 SHARDED = ParallelDims(shard=2)
@@ -135,6 +136,28 @@ def test_adapters_on_divided_layers_by_hand(tmp_path: Path) -> None:
     assert divided.peak < alone.peak
     both = measure(work(tmp_path, ParallelDims(shard=2, tensor=2), **options))
     assert both.optimizer == pytest.approx(divided.optimizer / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("dims", [ALONE, ParallelDims(shard=2, expert=2)], ids=str)
+def test_adapters_on_experts_by_hand(tmp_path: Path, dims: ParallelDims) -> None:
+    """Of the eight experts of a layer, all three projections have adapters, and two compute for a token."""
+    rank = 32
+    in_expert = 3 * rank * (128 + 192)
+    config = AutoConfig.from_pretrained(write_experts(tmp_path))
+    lora = LoRA(rank=rank, target_modules=["gate_proj", "up_proj", "down_proj"])
+    plain, adapted = (
+        measure(
+            replace(work(tmp_path, dims), config=config, options=LoadOptions(gradient_checkpointing=True, lora=one))
+        )
+        for one in (None, lora)
+    )
+    assert adapted.num_sent == plain.num_parameters
+    assert adapted.num_adapters == adapted.num_parameters - plain.num_parameters == LAYERS * 8 * in_expert
+    assert adapted.layer_adapters == adapted.layer_parameters - plain.layer_parameters == LAYERS * 2 * in_expert
+    mine = adapted.num_adapters / dims.world_size
+    assert (adapted.gradients, adapted.optimizer) == pytest.approx((4 * mine, 8 * mine), rel=0.05)
+    # All experts, but neither attention nor embeddings.
+    assert adapted.changing == 2 * LAYERS * 8 * 3 * 128 * 192
 
 
 def test_critic_and_reward_model_are_planned(tmp_path: Path) -> None:

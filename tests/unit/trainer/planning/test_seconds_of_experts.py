@@ -51,6 +51,16 @@ def test_rows_by_hand(tmp_path: Path) -> None:
     assert again.expert_bytes["update_actor"] == 2 * 2 * of_pass
 
 
+def test_an_update_has_the_gradients_of_adapters_in_addition(tmp_path: Path) -> None:
+    found = mixture(tmp_path, model={"actor": {"path": write_experts(tmp_path), "lora": {"rank": 4}}})
+    measured = {name: one.measured for name, one in found.roles.items()}
+    roles = {name: one.role for name, one in found.roles.items()}
+    active = {"actor": replace(measured["actor"], layer_adapters=1e6)}
+    plain, adapted = (workload_of(found.spec, roles, measured | more).operations for more in ({}, active))
+    apart = {phase: adapted[phase] - number for phase, number in plain.items() if adapted[phase] != number}
+    assert apart == {"update_actor": pytest.approx(2 * 1e6 * SEQUENCES * LENGTH)}
+
+
 def test_a_dense_model_has_no_rows_and_the_runs_of_mixtures_do_not_change_it(tmp_path: Path) -> None:
     found = plan(tmp_path)
     # Of 7 billion parameters: more than the smallest runs, whose pushes have the least seconds.

@@ -17,10 +17,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ppojob_api.v1alpha1.model import RewardModel
+    from ppojob_api.v1alpha1.model import LoRA, RewardModel
     from ppojob_trainer.engines.train.mesh import ParallelMesh
 
-__all__ = ["check_reward_model", "load_reward_model", "make_engine", "parameters_of_stages"]
+__all__ = [
+    "check_reward_model",
+    "load_reward_model",
+    "make_engine",
+    "parameters_of_adapters",
+    "parameters_of_stages",
+]
 
 OPTIONAL: Final = frozenset({"prepare_saves"})
 METHODS: Final = tuple(name for name in vars(TrainEngine) if not name.startswith("_") and name not in OPTIONAL)
@@ -48,6 +54,17 @@ def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: in
     from ppojob_trainer.engines.train.fsdp import stages
 
     return stages.parameters_of_stages(language_model, size, virtual)
+
+
+def parameters_of_adapters(language_model: PreTrainedModel, lora: LoRA) -> int:
+    """Return how many parameters the adapters of a model would have.
+
+    Raises:
+        ModelUnsupportedError: the model has no layers of a name in `lora.targetModules`.
+    """
+    from ppojob_trainer.engines.train.fsdp import lora as adapters
+
+    return adapters.count_parameters(language_model, lora)
 
 
 def _of_user(setup: EngineSetup, block: EngineClass) -> TrainEngine:

@@ -57,7 +57,8 @@ class ActorWorker(EngineWorker):
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         super().__init__(context, spec, spec.actor)
-        self.source = ModelSource(spec.model.actor.path, spec.model.actor.trust_remote_code)
+        actor = spec.model.actor
+        self.source = ModelSource(actor.path, actor.trust_remote_code, lora=actor.lora)
         self._sender: WeightSender | None = None
 
     @cached_property

@@ -34,7 +34,7 @@ class CriticWorker(EngineWorker):
         super().__init__(context, spec, spec.critic)
         critic = spec.model.critic
         path = critic.path or spec.model.actor.path
-        self.source = ModelSource(path, critic.trust_remote_code, has_output_layer=False)
+        self.source = ModelSource(path, critic.trust_remote_code, has_output_layer=False, lora=critic.lora)
 
     @cached_property
     def setup(self) -> EngineSetup:

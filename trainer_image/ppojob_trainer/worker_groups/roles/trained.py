@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppojob_api.v1alpha1.engine import Engine
+from ppojob_api.v1alpha1.model import LoRA
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Trained
@@ -20,7 +21,7 @@ from ppojob_trainer.engines.errors import EngineError
 from ppojob_trainer.engines.network import connect, listen
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
-from ppojob_trainer.engines.train.loader import make_engine, parameters_of_stages
+from ppojob_trainer.engines.train.loader import make_engine, parameters_of_adapters, parameters_of_stages
 from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.engines.transports import Transports, log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -59,11 +60,12 @@ def check_fit(role: str, source: ModelSource, spec: PPOJobSpec) -> None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which checkpoint a role loads."""
+    """Which checkpoint a role loads, and the adapters that it trains."""
 
     path: str
     trust_remote_code: bool
     has_output_layer: bool = True
+    lora: LoRA | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class ModelSize:
     have them. in_experts: parameters of fused experts; experts_per_token: those that compute a token; 0 if the model is
     no mixture. in_embeddings: parameters of a language model's embedding and output layer. host, host_bytes: address of
     the first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage, or of
-    all stages that a rank has; empty without a pipeline.
+    all stages that a rank has; empty without a pipeline. in_adapters: parameters of adapters, which no other number
+    has.
     """
 
     num_parameters: int
@@ -88,6 +91,7 @@ class ModelSize:
     host: str = ""
     host_bytes: int = 0
     stages: tuple[int, ...] = ()
+    in_adapters: int = 0
 
     @property
     def largest_stage(self) -> int:
@@ -96,7 +100,11 @@ class ModelSize:
 
 
 def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, training: Trained | None) -> ModelSize:
-    """Count the parameters of a model without its weights; `training` has the sizes that divide it."""
+    """Count the parameters of a model without its weights; `training` has the sizes that divide it.
+
+    Raises:
+        ModelUnsupportedError: the model has no layers of a name in `source.lora.targetModules`.
+    """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -112,6 +120,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
     def number(name: str) -> int:
         return int(getattr(config, name, None) or 0)
 
+    is_fsdp = training is None or training.engine is Engine.FSDP
     return ModelSize(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         gpu_bytes=gpu_bytes,
@@ -122,6 +131,8 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
         in_embeddings=embedding_parameters(config) if source.has_output_layer else 0,
         stages=parameters_of_stages(module, num_ranks, virtual) if num_ranks > 1 else (),
+        # The last one: the module gets the adapters.
+        in_adapters=parameters_of_adapters(module, source.lora) if source.lora is not None and is_fsdp else 0,
     )
 
 

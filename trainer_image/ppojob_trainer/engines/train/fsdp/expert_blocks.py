@@ -10,7 +10,7 @@ Refused: gathering one parameter of a layer at a time, because the larger one ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written
-from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 
 __all__ = ["ExpertBlocks", "in_blocks", "is_large"]
 
@@ -48,14 +47,22 @@ def in_blocks(written: Sequence[Written]) -> list[Written]:
 class ExpertBlocks:
     """The large parameters of a model. All methods are collective over all of its ranks."""
 
-    def __init__(self, own: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        own: Mapping[str, Tensor],
+        experts: Callable[[str, int, int], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Find out who has which experts.
 
         Args:
             own: the large parameters of this rank, by name; those of other pipeline stages are missing.
+            experts: returns some of the experts that this rank has of a parameter, in `dtype` and with its adapters,
+                by its name, the first of them among its own, and their number.
             dtype, device: of the blocks.
         """
-        self._own, self._dtype, self._device = own, dtype, device
+        self._own, self._experts, self._dtype, self._device = own, experts, dtype, device
         self._rows = _rows_of_all(own)
 
     def gather(
@@ -92,9 +99,8 @@ class ExpertBlocks:
 
     def _broadcast(self, name: str, first: int, number: int, owner: int, shape: Sequence[int]) -> Tensor:
         if owner == dist.get_rank():
-            own = self._own[name]
-            part = local(own).detach().narrow(0, first - _rows_of(own)[0], number)
-            block = part.to(device=self._device, dtype=self._dtype).contiguous()
+            part = self._experts(name, first - _rows_of(self._own[name])[0], number)
+            block = part.to(self._device).contiguous()
         else:
             block = torch.empty(number, *shape[1:], dtype=self._dtype, device=self._device)
         dist.broadcast(block, owner)

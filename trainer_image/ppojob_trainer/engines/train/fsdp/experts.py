@@ -25,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ppojob_trainer.engines.train.expert import ExpertPeers
 from ppojob_trainer.engines.train.fsdp.expert_rows import Rows, collect, spread
 from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
+from ppojob_trainer.engines.train.fsdp.low_rank import ExpertProjection
 from ppojob_trainer.engines.train.fsdp.stages import layer_number
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import WithParts, divide_parameters, local
 from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
@@ -133,7 +134,8 @@ def shard_experts(
 def expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the name and module of each layer's fused experts."""
     for name, part in module.named_modules():
-        if any(parameter.ndim == 3 for parameter in part.parameters(recurse=False)):
+        is_adapter = isinstance(part, ExpertProjection)
+        if not is_adapter and any(parameter.ndim == 3 for parameter in part.parameters(recurse=False)):
             yield name, part
 
 

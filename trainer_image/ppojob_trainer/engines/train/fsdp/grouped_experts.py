@@ -3,16 +3,17 @@
     rows [S, D]  ─ gate and up ─▶  [S, 2 I]  ─ silu(gate) * up * weight ─▶  [S, I]  ─ down ─▶  [S, D]
 
 A token's weight of an expert is applied before the last product, which is linear, because rows are the smallest there
-and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Called by `experts`;
-transformers chooses the kernel of the products: a grouped one on the CPU and on GPUs from compute capability 8.0, else
-one product for each expert. It refuses experts with biases, which no supported family has.
+and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Adapters
+(`low_rank`) add to the result of each product, over the same rows. Called by `experts`; transformers chooses the kernel
+of the products: a grouped one on the CPU and on GPUs from compute capability 8.0, else one product for each expert. It
+refuses experts with biases, which no supported family has.
 
 Suffixes: S rows, I size of an expert's hidden layer, D size of the hidden states, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
 
-__all__ = ["multiply"]
+__all__ = ["ADAPTERS", "multiply"]
+
+ADAPTERS: Final = "adapters"
+"""Name of the experts' module with the adapters of their parameters, by the parameter's name; most have none."""
 
 
 def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -> Tensor:
@@ -39,12 +43,19 @@ def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -
         # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
         rows_SD, weights_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(weights_S, (0, 1))
         ends_E = torch.ones_like(ends_E)
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    inner = _grouped_linear(rows_SD, first, ends_E, is_transposed=experts.is_transposed)
-    gated = _weighted(experts, inner, weights_S)
-    output: Tensor = _grouped_linear(gated, experts.down_proj, ends_E, is_transposed=experts.is_transposed)
+    inner = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows_SD, ends_E)
+    output = _product(experts, "down_proj", _weighted(experts, inner, weights_S), ends_E)
     # Not a view, of which FSDP would warn.
     return output if number else output[:0].clone()
+
+
+def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the rows times their experts' parameter of this name, with what its adapters add."""
+    adapters = getattr(experts, ADAPTERS, None) or {}
+    # First: gradient checkpointing computes again until the last saved tensor, which then is the parameter.
+    added = adapters[name](rows, ends_E) if name in adapters else None
+    output: Tensor = _grouped_linear(rows, getattr(experts, name), ends_E, is_transposed=experts.is_transposed)
+    return output if added is None else output + added
 
 
 def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:

@@ -1,94 +1,58 @@
-"""Low-rank adapters on frozen weights: LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1).
-
-    y = x W^T + alpha / rank * x A^T B^T        A: [rank, inputs], B: [outputs, rank]
+"""Which layers of a model have adapters (`low_rank`), what these begin with, their names, and their folder.
 
 Called by `model` after tensor parallelism has divided the layers and before FSDP shards them. B begins at 0, so the
 model begins as it was, and with its adapters off it is that model again: the reference policy needs no copy. A is drawn
-as peft draws it. There is no dropout, because log-probs must be the same each time they are taken. The adapters' folder
-is in peft's format.
+as peft draws it. The adapters' folder is in peft's format.
 
-On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
-no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
-ranks, once, when it reduces gradients, in the dtype in which the layer computes:
+A layer is named by the last part of its name in HuggingFace checkpoints, for which the experts are linear layers too,
+though transformers fuses their weights: `gate_proj` names that projection of all experts, of shared experts and of
+dense layers. So a list of names means what the checkpoint's does in peft's `target_modules`, and vLLM, which has
+adapters of separate experts, knows the folder's names. Refused: the names of transformers' fused parameters, as in
+peft's `target_parameters`, because one adapter for gate and up is another model than one for each of them.
 
-    W divided by outputs    A whole, B divided by outputs    gradient of A: each rank's outputs give a part
-    W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part
+    model.layers.0.self_attn.q_proj                  .lora_A, .lora_B      of a linear layer
+    model.layers.0.mlp.experts.adapters.gate_up_proj.gate_proj.lora_A      of a projection in a fused parameter
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.experts import expert_modules
+from ppojob_trainer.engines.train.fsdp.grouped_experts import ADAPTERS
+from ppojob_trainer.engines.train.fsdp.low_rank import LoRAExperts, LoRALinear, merge
 
 _A, _B, _WEIGHT = "lora_A", "lora_B", "weight"
-# The matrices of an expert in checkpoints. Dense layers of the same model have some of these names, too.
-_OF_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 ADAPTER_FOLDER: Final = "adapter"
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter. Weight and bias keep their names, so checkpoints of the model fit."""
+def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA) -> None:
+    """Give the linear layers in `layers`, and those of the experts, adapters, which are not filled yet.
 
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    factor: float
-    is_on: bool
-
-    @staticmethod
-    def of(linear: nn.Linear, lora: LoRA) -> LoRALinear:
-        """Give a layer an adapter, which is not filled yet.
-
-        It stays the same object, as with FSDP, because tensor parallelism has replaced its `forward`.
-        """
-        linear.__class__ = LoRALinear
-        adapted = cast("LoRALinear", linear)
-        adapted.lora_A = _empty(linear.weight, (lora.rank, linear.in_features), divided_dim=1)
-        adapted.lora_B = _empty(linear.weight, (linear.out_features, lora.rank), divided_dim=0)
-        adapted.factor, adapted.is_on = lora.alpha / lora.rank, True
-        return adapted
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return y of the module's docstring."""
-        output = functional.linear(input, self.weight, self.bias)
-        if not self.is_on:
-            return output
-        return output + functional.linear(functional.linear(input, self.lora_A), self.lora_B) * self.factor
-
-
-def _empty(weight: Tensor, shape: tuple[int, int], divided_dim: int) -> nn.Parameter:
-    """Return a matrix of an adapter in float32, divided where the layer's weight is divided in the same dimension."""
-    matrix = torch.empty(shape, dtype=torch.float32, device=weight.device)
-    if isinstance(weight, DTensor):
-        placements = [one if one == Shard(divided_dim) else Replicate() for one in weight.placements]
-        # On the meta device there is nothing to send.
-        matrix = distribute_tensor(matrix, weight.device_mesh, placements, src_data_rank=None)
-    return nn.Parameter(matrix)
-
-
-def add_adapters(layers: nn.Module, lora: LoRA) -> None:
-    """Give the linear layers in `layers` adapters, which are not filled yet.
+    Args:
+        layers: the decoder layers of `language_model`.
 
     Raises:
-        ModelUnsupportedError: a target is not a linear layer of the model, or would be an expert.
+        ModelUnsupportedError: a target is not a linear layer of the model.
     """
     linear = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    known = {name.rpartition(".")[2] for name in linear}
+    experts = dict(_experts(language_model, layers))
+    of_experts = {name for fused in experts.values() for projections in fused.values() for name in projections}
+    known = {name.rpartition(".")[2] for name in linear} | of_experts
     targets = set(lora.target_modules) or known
-    _refuse_experts(layers, lora, known)
     if unknown := targets - known:
         raise ModelUnsupportedError(
             f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: "
@@ -97,43 +61,76 @@ def add_adapters(layers: nn.Module, lora: LoRA) -> None:
     for name, module in linear.items():
         if name.rpartition(".")[2] in targets:
             LoRALinear.of(module, lora)
+    for owner, fused in experts.items():
+        adapters = nn.ModuleDict()
+        for parameter, projections in fused.items():
+            if chosen := {name: rows for name, rows in projections.items() if name in targets}:
+                adapters[parameter] = LoRAExperts(owner.get_parameter(parameter), chosen, lora)
+        if adapters:
+            owner.add_module(ADAPTERS, adapters)
 
 
-def _refuse_experts(layers: nn.Module, lora: LoRA, known: set[str]) -> None:
-    """Refuse targets that would include experts, because fused parameters have no adapters here.
+def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
+    """Return how many parameters the adapters of a model would have. The model gets them, without values.
 
     Raises:
-        ModelUnsupportedError: it names the targets, the experts' parameters and the layers that remain.
+        ModelUnsupportedError: a target is not a linear layer of the model.
     """
-    experts = {name for _, part in expert_modules(layers) for name, _ in part.named_parameters(recurse=False)}
-    targets = set(lora.target_modules)
-    included = targets & (_OF_EXPERTS | experts)
-    if not experts or (targets and not included):
-        return
-    what = f"lora.targetModules {sorted(included)} include" if targets else "lora without targetModules includes"
-    raise ModelUnsupportedError(
-        f"{what} experts, which can have no adapters here ({', '.join(sorted(experts))} are fused): set "
-        f"lora.targetModules to some of {', '.join(sorted(known - _OF_EXPERTS))}"
-    )
+    layers = getattr(language_model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        # It is refused when it is built.
+        return 0
+    add_adapters(language_model, layers, lora)
+    return sum(parameter.numel() for name, parameter in layers.named_parameters() if is_adapter(name))
 
 
-def initial_adapters(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return the initial full A and B of all adapters, by their names in `module`."""
+def _experts(
+    language_model: PreTrainedModel, layers: nn.Module
+) -> Iterator[tuple[nn.Module, dict[str, dict[str, range]]]]:
+    """Yield each layer's experts with their parameters by name: the projections in each, and which outputs they are."""
+    names = {module: name for name, module in language_model.named_modules()}
+    known: dict[tuple[str, tuple[int, ...]], dict[str, range]] = {}
+    for _, module in expert_modules(layers):
+        fused: dict[str, dict[str, range]] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            key = name, tuple(parameter.shape)
+            if key not in known:
+                # All layers have the same ones.
+                written = written_of(language_model, f"{names[module]}.{name}", key[1])
+                known[key] = {
+                    _layer(one.name): range(one.first_row, one.first_row + one.shape[0])
+                    for one in written
+                    if one.expert == 0
+                }
+            fused[name] = known[key]
+        yield module, fused
+
+
+def _layer(name: str) -> str:
+    """Return the last part of the name of a layer, from that of its weight."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the initial full A and B of all adapters with their names in `module`, one at a time in float32.
+
+    Those of experts may be too large to hold all of them on each rank.
+    """
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name.endswith(f".{_A}"):
-            empty = torch.empty(parameter.shape)
-            found[name] = nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+            # Of experts [E, rank, inputs], each with the same bound as a layer of its own.
+            drawn = torch.empty(parameter.shape).flatten(0, -2)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            yield name, drawn.view(parameter.shape)
         elif name.endswith(f".{_B}"):
-            found[name] = torch.zeros(parameter.shape)
-    return found
+            yield name, torch.zeros(parameter.shape)
 
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Compute without adapters, as the model was before training."""
-    adapted = [part for part in module.modules() if isinstance(part, LoRALinear)]
+    adapted = [part for part in module.modules() if isinstance(part, LoRALinear | LoRAExperts)]
     for part in adapted:
         part.is_on = False
     try:
@@ -150,26 +147,51 @@ def is_adapter(name: str) -> bool:
 
 def weight_of(name: str) -> str:
     """Return the name of the frozen weight to which an adapter's parameter belongs."""
-    return f"{name.rpartition('.')[0]}.{_WEIGHT}"
+    experts, found, of_parameter = name.partition(f".{ADAPTERS}.")
+    return f"{experts}.{of_parameter.partition('.')[0]}" if found else f"{name.rpartition('.')[0]}.{_WEIGHT}"
 
 
-def adapter_of(language_model: nn.Module, name: str) -> LoRALinear | None:
-    """Return the layer whose frozen weight has this name, or None where it has no adapter."""
+def merged(
+    language_model: nn.Module, name: str, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return a weight with its adapter merged into it, in `dtype`; without an adapter the weight itself in `dtype`.
+
+    Args:
+        name: of the parameter in the model.
+        weight: all of it, or some of its experts.
+        whole: returns as much of an adapter's parameter.
+    """
     owner, _, last = name.rpartition(".")
     layer = language_model.get_submodule(owner)
-    return layer if last == _WEIGHT and isinstance(layer, LoRALinear) else None
+    if isinstance(layer, LoRALinear) and last == _WEIGHT:
+        down, up = whole(layer.lora_A.detach()), whole(layer.lora_B.detach())
+        return merge(weight, down, up, layer.factor).to(dtype)
+    adapters = getattr(layer, ADAPTERS, None)
+    if isinstance(adapters, nn.ModuleDict) and last in adapters:
+        of_experts = adapters[last]
+        assert isinstance(of_experts, LoRAExperts)
+        return of_experts.merge_into(weight, dtype, whole)
+    return weight.to(dtype)
 
 
-def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
-    """Return W + factor * B A in float32; down is A, up is B."""
-    return torch.addmm(weight.float(), up.float(), down.float(), alpha=factor)
+def of_layers(name: str, whole: Tensor, written: Sequence[Written]) -> Iterator[tuple[str, Tensor]]:
+    """Yield an adapter's matrix of each linear layer of a checkpoint that has one, with its name.
+
+    Args:
+        name, whole: of the parameter in the model.
+        written: the tensors that a checkpoint has of the weight to which it belongs.
+    """
+    *_, projection, last = name.split(".")
+    for one in written:
+        if _layer(one.name) == projection:
+            yield f"{one.name.rpartition('.')[0]}.{last}", whole if one.expert is None else whole[one.expert]
 
 
 def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: str) -> None:
     """Write adapters as peft's PeftModel.from_pretrained reads them.
 
     Args:
-        whole: their tensors, by their names in the model.
+        whole: their tensors, by the names of `of_layers`.
         base: path of the model that they belong to.
     """
     adapters = {f"base_model.model.{name}.weight": tensor for name, tensor in whole.items()}

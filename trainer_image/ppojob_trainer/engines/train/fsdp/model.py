@@ -129,7 +129,7 @@ def build_policy(
     module.stage = _cut(AutoModelForCausalLM, language_model, module.backbone, options, parallel)
     conversions = Conversions(language_model)
     _divide(module, parallel)
-    _shard(module, module.backbone, options, parallel)
+    _shard(module, options, parallel)
     return module, conversions
 
 
@@ -171,7 +171,7 @@ def build_critic(
     if module.value_head is not None:
         # It is so small that a second message for it would cost more than keeping it.
         fully_shard(module.value_head, mesh=parallel.mesh, mp_policy=in_float32, reshard_after_forward=False)
-    _shard(module, module.backbone, options, parallel)
+    _shard(module, options, parallel)
     return module, conversions
 
 
@@ -195,20 +195,21 @@ def _whole(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
     """Build a whole model with its adapters, without memory: for the names and shapes of all stages."""
     whole = _build(auto, config, options)
     if options.lora is not None:
-        add_adapters(_layers(whole.base_model), options.lora)
+        add_adapters(whole, _layers(whole.base_model), options.lora)
     return whole
 
 
 def _initial_adapters(
     auto: Any, module: PolicyModule | ValueModule, config: PretrainedConfig, options: LoadOptions, seed: int
-) -> dict[str, Tensor]:
-    """Return the initial adapters of the module by their names in it, those of a stage as those of the whole model."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the initial adapters of the module with their names in it, those of a stage as those of the whole model."""
     if options.lora is None or module.stage is None:
-        return initial_adapters(module, seed)
+        yield from initial_adapters(module, seed)
+        return
     mine = dict(module.named_parameters())
-    drawn = initial_adapters(_whole(auto, config, options), seed)
-    named = {f"language_model.{name}": tensor for name, tensor in drawn.items()}
-    return {name: tensor for name, tensor in named.items() if name in mine}
+    for name, tensor in initial_adapters(_whole(auto, config, options), seed):
+        if f"language_model.{name}" in mine:
+            yield f"language_model.{name}", tensor
 
 
 def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -248,10 +249,11 @@ def _divide(module: PolicyModule | ValueModule, parallel: ParallelMesh) -> None:
     prepare_routers(module, TokenSlices.of(parallel))
 
 
-def _shard(module: nn.Module, backbone: nn.Module, options: LoadOptions, parallel: ParallelMesh) -> None:
+def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: ParallelMesh) -> None:
+    language_model, backbone = module.language_model, module.backbone
     if options.lora is not None:
         # The layers are divided by now, and each adapter is divided as its layer.
-        add_adapters(_layers(backbone), options.lora)
+        add_adapters(language_model, _layers(backbone), options.lora)
     runs = [list(run) for is_elsewhere, run in groupby(_layers(backbone), _is_elsewhere) if not is_elsewhere]
     layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
@@ -320,7 +322,7 @@ def _fill(
     path: str,
     module: PolicyModule | ValueModule,
     conversions: Conversions,
-    adapters: dict[str, Tensor],
+    adapters: Iterable[tuple[str, Tensor]],
     head_seed: int | None = None,
 ) -> None:
     """Read this rank's shards of a checkpoint, and the value head if `head_seed` is given.
@@ -341,7 +343,7 @@ def _fill(
     # Of a pipeline, the last stage has it.
     if head_seed is not None and "value_head.weight" in parameters:
         head = _value_head(path, parameters["value_head.weight"].shape[1], head_seed)
-    for name, tensor in {**adapters, **head}.items():
+    for name, tensor in chain(adapters, head.items()):
         write_shard(parameters[name], tensor, name)
 
 

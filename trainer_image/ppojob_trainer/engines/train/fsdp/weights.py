@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large
-from ppojob_trainer.engines.train.fsdp.lora import adapter_of, is_adapter, merge, weight_of
+from ppojob_trainer.engines.train.fsdp.lora import is_adapter, merged, of_layers, weight_of
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
 
@@ -81,7 +82,7 @@ class ShardedWeights:
         """
         large = self._large - without
         own = {name: tensor for name, tensor in self._own() if name in large}
-        blocks = ExpertBlocks(own, self._dtype, self._device) if large else None
+        blocks = ExpertBlocks(own, self._experts, self._dtype, self._device) if large else None
         with self._on_device():
             wholes = self._gather_whole(self._large | without)
             for part, ones in self._written:
@@ -106,19 +107,20 @@ class ShardedWeights:
         A tensor beside an adapted one, in the same module of a checkpoint, counts as changing: vLLM fuses some of them
         into one layer (query, key and value), and a layer can only be reloaded as a whole.
         """
-        adapted = {weight_of(name) for name in self._names() if is_adapter(name)}
-        if not adapted:
+        if not self._adapted:
             return frozenset()
-        changing = {_block(one.name) for part, ones in self._written if part.name in adapted for one in ones}
+        changing = {_block(one.name) for part, ones in self._written if part.name in self._adapted for one in ones}
         return frozenset(
             part.name for part, ones in self._written if changing.isdisjoint(_block(one.name) for one in ones)
         )
 
-    def _names(self) -> list[str]:
-        """Return the names of all parameters of the whole model, adapters too."""
+    @cached_property
+    def _adapted(self) -> frozenset[str]:
+        """The names of the parameters of the whole model that have adapters."""
+        names = [name for name, _ in self._language_model.named_parameters()]
         if self._stage is not None:
-            return [part.name for part in self._stage.parts]
-        return [name for name, _ in self._language_model.named_parameters()]
+            names = [part.name for part in self._stage.parts]
+        return frozenset(weight_of(name) for name in names if is_adapter(name))
 
     @cached_property
     def _layers(self) -> dict[str, FSDPModule]:
@@ -163,7 +165,16 @@ class ShardedWeights:
 
     @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' parameters, whole, in float32, under their names. Collective."""
+        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+
+        Their names are those of the layers in a checkpoint, with lora_A or lora_B.
+        """
+        written = {part.name: ones for part, ones in self._written}
+        for name, tensor in self._whole_adapters():
+            yield from of_layers(name, tensor, written[weight_of(name)])
+
+    def _whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters' parameters, whole, with their names in the model."""
         named = self._language_model.named_parameters()
         own = ((name, _full(parameter.detach())) for name, parameter in named if is_adapter(name))
         with self._on_device():
@@ -193,11 +204,18 @@ class ShardedWeights:
         if name in self._buffers:
             return self._language_model.get_buffer(name)
         parameter = self._language_model.get_parameter(name).detach()
-        adapted = adapter_of(self._language_model, name)
-        if adapted is None:
+        if name not in self._adapted:
             return _full(parameter.to(self._dtype))
-        weight, down, up = (_full(part.detach()) for part in (parameter, adapted.lora_A, adapted.lora_B))
-        return merge(weight, down, up, adapted.factor).to(self._dtype)
+        return merged(self._language_model, name, _full(parameter), self._dtype, _full)
+
+    def _experts(self, name: str, first: int, number: int) -> Tensor:
+        """Return some of the experts that this rank has of a parameter, in the dtype of the push."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return local(tensor).narrow(0, first, number)
+
+        parameter = self._language_model.get_parameter(name).detach()
+        return merged(self._language_model, name, part(parameter), self._dtype, part)
 
     def _own(self) -> list[tuple[str, Tensor]]:
         # A list, because gathering a layer replaces its shards by other parameters.

@@ -1,0 +1,379 @@
+"""Adapters on experts: the numbers of a loop over the experts, what their backward pass computes, and their names."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp import expert_blocks, experts
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.flops import model_flops
+from ppojob_trainer.engines.train.fsdp.lora import adapters_off, add_adapters, initial_adapters, is_adapter
+from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
+from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.engines.train.objectives import UpdateResult
+from ppojob_trainer.models.support import FAMILIES, Support
+from ppojob_trainer.protocol import Keys
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.option_ranks import fill_second_matrices
+from tests.unit.trainer.engines.test_grouped_experts import _Products, inputs, saved_shapes
+from tests.unit.trainer.engines.tiny_experts import (
+    EXPERT_SIZE,
+    MIXTURES,
+    NUM_EXPERTS,
+    PER_TOKEN,
+    save_tiny_experts,
+    tiny_experts,
+)
+from tests.unit.trainer.engines.tiny_llama import make_batch
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
+
+HIDDEN = 48
+RANK, FACTOR = 3, 4.0
+NAMES = {"mixtral": ("w1", "w3", "w2")}
+USUAL = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(params=MIXTURES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def adapted(targets: list[str], family: str = "qwen3_moe", rank: int = RANK, **settings: Any) -> tuple[str, nn.Module]:
+    """Return the first layer's experts with adapters whose matrices are random, and their name."""
+    model = tiny_experts(family=family, **settings)
+    experts.add_counts(model)
+    model.requires_grad_(False)
+    add_adapters(
+        model, model.base_model.get_submodule("layers"), LoRA(rank=rank, alpha=FACTOR * rank, target_modules=targets)
+    )  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            nn.init.normal_(parameter, std=0.2)
+    name, found = next(experts.expert_modules(model))
+    found.config._experts_implementation = experts.IMPLEMENTATION  # type: ignore[union-attr, assignment]
+    return name, found
+
+
+def loop(module: nn.Module, targets: list[str], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """One expert after the other, each as three linear layers with adapters as in the paper."""
+    total = torch.zeros_like(hidden)
+    layers = dict(module.named_parameters())
+    for expert in range(NUM_EXPERTS):
+
+        def linear(tokens: Tensor, weight: Tensor, fused: str, name: str, expert: int = expert) -> Tensor:
+            output = functional.linear(tokens, weight)
+            if name in targets:
+                down, up = (layers[f"adapters.{fused}.{name}.lora_{part}"][expert] for part in "AB")
+                output = output + FACTOR * functional.linear(functional.linear(tokens, down), up)
+            return output
+
+        of_gate, of_up = layers["gate_up_proj"][expert].chunk(2)
+        gate = linear(hidden, of_gate, "gate_up_proj", "gate_proj")
+        up = linear(hidden, of_up, "gate_up_proj", "up_proj")
+        inner = functional.silu(gate) * up
+        result = linear(inner, layers["down_proj"][expert], "down_proj", "down_proj")
+        total = total + result * ((chosen == expert) * weights).sum(dim=1, keepdim=True)
+    return total
+
+
+TARGETS = [[*USUAL], ["gate_proj", "up_proj"], ["gate_proj"], ["up_proj", "down_proj"], ["down_proj"]]
+
+
+@pytest.mark.parametrize("rank", [RANK, 8])
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_values_and_gradients_are_those_of_a_loop_over_the_experts(targets: list[str], rank: int) -> None:
+    _, module = adapted(targets, rank=rank)
+    hidden, chosen, weights = inputs(torch.float32, torch.float32)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * len(targets)
+    outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
+    given = [hidden, weights, *trained.values()]
+
+    output = experts.count_and_multiply(module, hidden, chosen, weights)
+    found = [output, *torch.autograd.grad(output, given, outer)]
+
+    expected = loop(module, targets, hidden, chosen, weights)
+    exact = [expected, *torch.autograd.grad(expected, given, outer)]
+    for name, ours, theirs in zip(["output", "hidden", "weights", *trained], found, exact, strict=True):
+        scale = theirs.abs().max()
+        assert scale > 0
+        # Float32 sums in another order.
+        torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0, msg=name)
+    for name, gradient in zip(trained, found[3:], strict=True):
+        assert not gradient[-1].any(), f"{name}: no token chose the last expert"
+    with adapters_off(module):
+        plain = experts.count_and_multiply(module, hidden, chosen, weights)
+    torch.testing.assert_close(plain, loop(module, [], hidden, chosen, weights), atol=1e-4, rtol=1e-5)
+
+
+def test_frozen_experts_get_no_gradients_beside_their_adapters() -> None:
+    _, module = adapted([*USUAL])
+    hidden, chosen, weights = inputs(torch.float32, torch.float32)
+    with _Products() as products, saved_shapes() as saved:
+        output = experts.count_and_multiply(module, hidden, chosen, weights)
+        assert products.number == 2 * 3
+        output.sum().backward()
+    # The rows' gradients of six products, and those of two pairs of matrices.
+    assert products.number == 2 * 3 + 6 + 4
+    # Ranks are filled up to 8. No copy of the experts' weights is kept.
+    assert (NUM_EXPERTS, 16, HIDDEN) not in saved
+    for shape in ((NUM_EXPERTS, HIDDEN, 16), (NUM_EXPERTS, 16, 2 * EXPERT_SIZE), (NUM_EXPERTS, EXPERT_SIZE, 8)):
+        assert saved.count(shape) == 1
+    rows = len(hidden) * PER_TOKEN
+    assert saved.count((rows, HIDDEN)) == 1
+    assert saved.count((rows, EXPERT_SIZE)) == 1
+
+
+class _Weights(TorchDispatchMode):
+    """Records the shapes of the matrices by which rows are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten._grouped_mm.default:
+            self.shapes.append(tuple(args[1].shape))
+        return operation(*args, **kwargs or {})
+
+
+def test_a_recomputed_layer_leaves_out_the_last_product_of_the_base() -> None:
+    _, module = adapted([*USUAL])
+    hidden, chosen, weights = inputs(torch.float32, torch.float32)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
+    output = experts.count_and_multiply(module, hidden, chosen, weights)
+    expected = torch.autograd.grad(output, [hidden, weights, *trained], outer)
+    with _Weights() as seen:
+        output = checkpoint(experts.count_and_multiply, module, hidden, chosen, weights, use_reentrant=False)
+        found = torch.autograd.grad(output, [hidden, weights, *trained], outer)
+    assert len(seen.shapes) == 6 + 5 + 10
+    # Gate and up are computed twice, and down once; the transposed ones are those of the rows' gradients.
+    base = {"gate_up": (NUM_EXPERTS, HIDDEN, 2 * EXPERT_SIZE), "down": (NUM_EXPERTS, EXPERT_SIZE, HIDDEN)}
+    assert {name: seen.shapes.count(shape) for name, shape in base.items()} == {"gate_up": 2, "down": 1}
+    for ours, of_all in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, of_all, atol=0, rtol=0)
+
+
+def test_without_rows_adapters_get_gradients_of_zeros() -> None:
+    from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
+
+    _, module = adapted([*USUAL])
+    rows = torch.zeros(0, HIDDEN, requires_grad=True)
+    multiply(module, rows, torch.zeros(0), torch.zeros(NUM_EXPERTS, dtype=torch.int32)).sum().backward()
+    for parameter in module.parameters():
+        assert parameter.requires_grad == (parameter.grad is not None)
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+@pytest.mark.parametrize("rank", [RANK, 16])
+def test_in_bfloat16_every_product_has_rows_of_a_multiple_of_16_bytes(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the grouped product of a GPU needs; the one of the CPU does not."""
+    from ppojob_trainer.engines.train.fsdp import low_rank
+
+    _, module = adapted([*USUAL], rank=rank)
+    seen: list[Tensor] = []
+    product = low_rank._grouped_linear
+
+    def observed(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        seen.extend([rows, weight])
+        return product(rows, weight, ends)
+
+    monkeypatch.setattr(low_rank, "_grouped_linear", observed)
+    hidden, chosen, weights = inputs(torch.bfloat16, torch.bfloat16)
+    experts.count_and_multiply(module.bfloat16(), hidden, chosen, weights).sum().backward()
+    assert len(seen) == 8
+    for tensor in seen:
+        assert tensor.is_contiguous()
+        assert tensor.shape[-1] * tensor.element_size() % 16 == 0
+        assert tensor.data_ptr() % 16 == 0
+
+
+def make_policy(parallel: ParallelMesh, path: Path, targets: list[str], **model: Any) -> FSDPEngine:
+    lora = LoRA(rank=RANK, alpha=FACTOR * RANK, target_modules=targets)
+    actor = ActorModel(path=str(path), lora=lora, **model)
+    training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
+    return policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
+
+
+def sent(engine: FSDPEngine) -> dict[str, Tensor]:
+    weights = ShardedWeights(engine.module.language_model, torch.float32)
+    return {spec.name: tensor.clone() for spec, tensor in zip(weights.specs(), weights.gather(), strict=True)}
+
+
+def test_the_names_are_those_of_the_checkpoints_linear_layers(
+    parallel: ParallelMesh, family: str, tmp_path: Path
+) -> None:
+    """Also of dense layers and shared experts; without names, all layers have adapters."""
+    names = NAMES.get(family, USUAL)
+    path = save_tiny_experts(tmp_path, family=family)
+    some, everything = (make_policy(parallel, path, targets) for targets in ([*names], []))
+    mixture = MIXTURES[family]
+    in_experts = [name for name, part in some.module.named_parameters() if is_adapter(name) and part.ndim == 3]
+    assert len(in_experts) == 2 * len(names) * mixture.num_sparse
+    dense = [name for name, part in some.module.named_modules() if isinstance(part, LoRALinear)]
+    # Three layers in each MLP of a dense layer, and in the shared experts.
+    num_shared = mixture.num_sparse if family == "deepseek_v3" else 0
+    assert len(dense) == 3 * (len(mixture.dense) + num_shared)
+    of_all = {name for name, _ in everything.module.named_parameters() if is_adapter(name)}
+    assert of_all > {name for name, _ in some.module.named_parameters() if is_adapter(name)}
+    assert any("self_attn" in name for name in of_all)
+
+
+@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "w1"])
+def test_names_that_no_checkpoint_has_are_refused(parallel: ParallelMesh, tmp_path: Path, target: str) -> None:
+    says = rf"\['{target}'\] are no linear layers of the decoder layers: there are down_proj, gate_proj, k_proj, "
+    with pytest.raises(ModelUnsupportedError, match=says):
+        make_policy(parallel, save_tiny_experts(tmp_path), [target, "q_proj"])
+
+
+def test_they_begin_as_linear_layers_do(parallel: ParallelMesh, tmp_path: Path) -> None:
+    policy = make_policy(parallel, save_tiny_experts(tmp_path), [*USUAL])
+    drawn = dict(initial_adapters(policy.module, seed=5))
+    for name, parameter in policy.module.named_parameters():
+        if not is_adapter(name):
+            continue
+        assert torch.equal(parameter.full_tensor(), drawn[name])  # type: ignore[operator]
+        if name.endswith("lora_A"):
+            # Uniform within 1 / sqrt(inputs), each expert with other numbers.
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            assert 0.9 * bound < drawn[name].abs().max() <= bound
+            assert drawn[name].ndim == 2 or not torch.equal(drawn[name][0], drawn[name][1])
+        else:
+            assert not drawn[name].any()
+
+
+def test_the_reference_stays_the_base_model(parallel: ParallelMesh, tmp_path: Path) -> None:
+    path, batch = save_tiny_experts(tmp_path), make_batch(8)
+    policy = make_policy(parallel, path, [*USUAL])
+    before = policy.forward(batch).padded(Keys.OLD_LOG_PROBS)
+    assert torch.equal(before, policy.forward(batch, with_adapters=False).padded(Keys.OLD_LOG_PROBS))
+    policy.update(batch)
+    assert (policy.forward(batch).padded(Keys.OLD_LOG_PROBS) - before).abs().max() > 1e-3
+    assert torch.equal(before, policy.forward(batch, with_adapters=False).padded(Keys.OLD_LOG_PROBS))
+
+
+def test_what_is_sent_and_exported_is_the_base_plus_the_products(
+    parallel: ParallelMesh, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_experts(tmp_path / "model", family=family)
+    names = NAMES.get(family, USUAL)
+    policy = make_policy(parallel, path, [*names])
+    base = sent(policy)
+    policy.update(make_batch(8))
+    policy.export(tmp_path / "export")
+
+    weights = sent(policy)
+    adapters = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    config = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(names)
+    changed = {name for name in base if not torch.equal(base[name], weights[name])}
+    of_adapters = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
+    assert changed == {f"{name}.weight" for name in of_adapters}
+    assert MIXTURES[family].of_hub in str(changed)
+    for name in changed:
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = (adapters[f"{layer}.lora_{part}.weight"] for part in "AB")
+        assert down.shape[0] == up.shape[1] == RANK
+        torch.testing.assert_close(weights[name], base[name] + FACTOR * up @ down, atol=1e-6, rtol=1e-6)
+    for name, tensor in weights.items():
+        expected = tensor if exported[name].dtype == torch.float32 else tensor.bfloat16()
+        assert torch.equal(exported[name], expected)
+
+    # The same of layers that are too large to gather at once.
+    monkeypatch.setattr(expert_blocks, "LARGE_BYTES", 0)
+    monkeypatch.setattr(expert_blocks, "BLOCK_BYTES", 4 * 2 * EXPERT_SIZE * HIDDEN * 4)
+    in_blocks = sent(policy)
+    assert in_blocks.keys() == weights.keys()
+    assert list(in_blocks) != list(weights)
+    for name, tensor in weights.items():
+        assert torch.equal(in_blocks[name], tensor), name
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_transformers_computes_the_same_with_what_is_sent(
+    parallel: ParallelMesh, family: str, number: int, tmp_path: Path
+) -> None:
+    path, batch = save_tiny_experts(tmp_path, family=family), make_batch(8)
+    policy = make_policy(parallel, path, ["o_proj", NAMES.get(family, USUAL)[number]])
+    for _ in range(3):
+        policy.update(batch)
+    save_file(sent(policy), path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = model(**padded_inputs(batch)).logits
+    responses = padded_responses(batch)
+    log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
+    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
+    torch.testing.assert_close(policy.forward(batch).padded(Keys.OLD_LOG_PROBS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_later_push_has_all_projections_of_all_experts(parallel: ParallelMesh, tmp_path: Path) -> None:
+    """vLLM fuses them into one layer. Dense layers and shared experts of that name are sent, too."""
+    policy = make_policy(parallel, save_tiny_experts(tmp_path, family="deepseek_v3"), ["up_proj"])
+    specs = ShardedWeights(policy.module.language_model).specs()
+    changing = {spec.name for spec in specs if not spec.is_frozen}
+    parts = (".mlp.experts.", ".mlp.shared_experts.", ".0.mlp.")
+    assert changing == {spec.name for spec in specs if any(part in spec.name for part in parts)}
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in changing
+
+
+def test_operations_are_those_of_the_adapters_that_a_token_uses(parallel: ParallelMesh, tmp_path: Path) -> None:
+    result = UpdateResult(1, 0, 0.0, num_tokens=10.0)
+    path = save_tiny_experts(tmp_path)
+    of_attention, of_both = (
+        model_flops(make_policy(parallel, path, targets).module.backbone, result, 0)
+        for targets in (["q_proj"], ["q_proj", *USUAL])
+    )
+    # Gate and up of an expert and of the dense layer take HIDDEN numbers and return EXPERT_SIZE or 64; down turns back.
+    of_experts = 2 * PER_TOKEN * 3 * RANK * (HIDDEN + EXPERT_SIZE)
+    of_dense = 3 * RANK * (HIDDEN + 64)
+    assert of_both - of_attention == pytest.approx(6 * 10 * (of_experts + of_dense), rel=1e-9)
+
+
+def test_the_table_of_families_says_that_these_are_tested() -> None:
+    mixtures = {name for name, family in FAMILIES.items() if name in MIXTURES and family.lora is Support.TESTED}
+    assert mixtures == MIXTURES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers_compute_the_same(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in test_engine_experts: torch's tracing and partitioning without Inductor's code."""
+    path, batch = save_tiny_experts(tmp_path), make_batch(4, num_mini_batches=1)
+    expected = make_policy(parallel, path, [])
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+    compiled = make_policy(parallel, path, [], compile=True)
+    for policy in (expected, compiled):
+        fill_second_matrices(policy)
+    assert compiled.update(batch) == pytest.approx(expected.update(batch), rel=1e-4, abs=1e-6)
+    references = [
+        policy.forward(batch, with_adapters=False).padded(Keys.OLD_LOG_PROBS) for policy in (expected, compiled)
+    ]
+    torch.testing.assert_close(references[1], references[0], atol=1e-4, rtol=1e-4)

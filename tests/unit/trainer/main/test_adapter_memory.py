@@ -1,0 +1,61 @@
+"""The memory of adapters on GPUs and hosts, computed by hand, and how many parameters they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from ppojob_api.v1alpha1.engine import Engine
+from ppojob_api.v1alpha1.model import LoRA
+from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.errors import ModelUnsupportedError
+from ppojob_trainer.main.host_memory import host_needs
+from ppojob_trainer.main.memory_fit import needs
+from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, size_of
+from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
+from tests.unit.trainer.main.test_host_memory import sizes as sizes_with_hosts
+from tests.unit.trainer.main.test_host_memory import spec as spec_with_hosts
+from tests.unit.trainer.main.test_memory_fit import GB, sizes, spec_of
+
+LORA = {"rank": 8}
+
+
+def test_adapters_have_float32_weights_gradients_and_moments() -> None:
+    """Of 1 B frozen parameters on two GPUs, and 0.1 B in adapters."""
+    tenth = {"actor": replace(sizes(1)["actor"], in_adapters=GB // 10)}
+    (adapted,) = needs(spec_of(lora=LORA), tenth)["a"]
+    states = (adapted.weights, adapted.gradients, adapted.optimizer, adapted.resident, adapted.gathered)
+    assert states == pytest.approx((1.2 * GB, 0.2 * GB, 0.4 * GB, 1.6 * GB, 2.6 * GB))
+    assert not adapted.is_returned
+    (kept,) = needs(spec_of(lora=LORA, offload={"optimizer": True}), tenth)["a"]
+    assert kept.resident == pytest.approx(1.2 * GB)
+    assert kept.is_returned
+
+
+def test_they_are_offloaded_and_saved_with_their_moments() -> None:
+    tenth = {"actor": replace(sizes_with_hosts(1, 64)["actor"], in_adapters=GB // 10)}
+    (adapted,) = host_needs(spec_with_hosts(lora=LORA, offload={"parameters": True}), tenth)["one"]
+    assert (adapted.offloaded, adapted.staged) == pytest.approx((2.4 * GB, 0.8 * GB))
+    (both,) = host_needs(spec_with_hosts(lora=LORA, offload={"parameters": True, "optimizer": True}), tenth)["one"]
+    assert (both.offloaded, both.staged) == pytest.approx((3.2 * GB, 0))
+
+
+def test_their_parameters_are_counted_apart(tmp_path: Path) -> None:
+    """Of experts too; names that the model does not have are refused before anything is loaded."""
+    config = AutoConfig.from_pretrained(save_tiny_experts(tmp_path))
+
+    def counted(*targets: str, training: ActorSpec | None = None) -> ModelSize:
+        lora = LoRA(rank=4, target_modules=list(targets))
+        return size_of(config, ModelSource("", trust_remote_code=False, lora=lora), 0, training)
+
+    # One of three layers is dense, with 64 numbers in between.
+    assert counted("gate_proj").in_adapters == 4 * (2 * NUM_EXPERTS * (48 + EXPERT_SIZE) + 48 + 64)
+    assert replace(counted("gate_proj"), in_adapters=0) == replace(counted("q_proj"), in_adapters=0)
+    with pytest.raises(ModelUnsupportedError, match=r"\['experts'\] are no linear layers"):
+        counted("experts")
+    # A user's engine decides what the names mean.
+    of_user = ActorSpec().model_copy(update={"engine": Engine.CLASS})
+    assert counted("experts", training=of_user).in_adapters == 0

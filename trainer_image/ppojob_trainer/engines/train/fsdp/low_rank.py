@@ -1,0 +1,178 @@
+"""Low-rank adapters on frozen weights: LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1).
+
+    y = x W^T + alpha / rank * x A^T B^T        A: [rank, inputs], B: [outputs, rank]
+
+Of a linear layer, and of the experts of a layer, each of which has matrices of its own for each of its projections.
+`lora` decides which layers get them and what is in them; `grouped_experts` calls those of experts. There is no dropout,
+because log-probs must be the same each time they are taken. It refuses experts whose parameters are transposed, which
+no supported family has.
+
+On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
+no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
+ranks, once, when it reduces gradients, in the dtype in which the layer computes:
+
+    W divided by outputs    A whole, B divided by outputs    gradient of A: each rank's outputs give a part
+    W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part
+
+Of experts, A is [E, rank, inputs] and B [E, outputs, rank], and whatever divides the experts divides both by experts.
+transformers fuses projections with the same inputs in one parameter, and their adapters are computed together: two
+grouped products over the rows that are sorted already. Here of gate and up, with a rank of 3:
+
+    rows [S, D]  ─ A of gate, 0, A of up, 0 ─▶  [S, 8 + 8]  ─ B of gate, 0, 0, 0 ─▶  [S, 2 I]
+                                                              0, 0, B of up, 0
+
+A GPU's grouped product needs rows of a multiple of 16 bytes: zeros fill up each rank. They change no number.
+
+Suffixes: S rows, D size of the inputs, O of the outputs, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from transformers.integrations.moe import _grouped_linear
+
+from ppojob_api.v1alpha1.model import LoRA
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+
+__all__ = ["ExpertProjection", "LoRAExperts", "LoRALinear", "merge"]
+
+_ALIGNED: Final = 8
+"""16 bytes in bfloat16, and 32 in float32."""
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with an adapter. Weight and bias keep their names, so checkpoints of the model fit."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    factor: float
+    is_on: bool
+
+    @staticmethod
+    def of(linear: nn.Linear, lora: LoRA) -> LoRALinear:
+        """Give a layer an adapter, which is not filled yet.
+
+        It stays the same object, as with FSDP, because tensor parallelism has replaced its `forward`.
+        """
+        linear.__class__ = LoRALinear
+        adapted = cast("LoRALinear", linear)
+        adapted.lora_A = _empty(linear.weight, (lora.rank, linear.in_features), divided_dim=1)
+        adapted.lora_B = _empty(linear.weight, (linear.out_features, lora.rank), divided_dim=0)
+        adapted.factor, adapted.is_on = lora.alpha / lora.rank, True
+        return adapted
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return y of the module's docstring."""
+        output = functional.linear(input, self.weight, self.bias)
+        if not self.is_on:
+            return output
+        return output + functional.linear(functional.linear(input, self.lora_A), self.lora_B) * self.factor
+
+
+class ExpertProjection(nn.Module):
+    """The matrices of one projection of all experts of a layer. It is not called: `LoRAExperts` computes with them."""
+
+    def __init__(self, weight: Tensor, rows: range, lora: LoRA) -> None:
+        """Create them, not filled yet.
+
+        Args:
+            weight: the fused parameter [E, O, D]; rows: its outputs that are this projection's.
+        """
+        super().__init__()
+        num_experts, _, num_inputs = weight.shape
+        self.rows = rows
+        self.lora_A = _empty(weight, (num_experts, lora.rank, num_inputs), divided_dim=0)
+        self.lora_B = _empty(weight, (num_experts, len(rows), lora.rank), divided_dim=0)
+
+
+class LoRAExperts(nn.Module):
+    """The adapters of a fused parameter of experts [E, O, D]: one for each projection in it, or for some of them."""
+
+    def __init__(self, weight: Tensor, projections: Mapping[str, range], lora: LoRA) -> None:
+        """Create adapters that are not filled yet.
+
+        Args:
+            projections: by their names in checkpoints; which outputs of the parameter they are.
+        """
+        super().__init__()
+        self.num_outputs = weight.shape[1]
+        self.factor, self.is_on = lora.alpha / lora.rank, True
+        for name, rows in projections.items():
+            self.add_module(name, ExpertProjection(weight, rows, lora))
+
+    def forward(self, rows_SD: Tensor, ends_E: Tensor) -> Tensor | None:
+        """Return what the adapters add to the rows' outputs, [S, O]; None if they are off.
+
+        Args:
+            rows_SD: sorted by expert, at least one; ends_E: see `grouped_experts.multiply`.
+        """
+        if not self.is_on:
+            return None
+        inner = _grouped_linear(rows_SD, self._down(), ends_E) * self.factor
+        found: Tensor = _grouped_linear(inner, self._up(), ends_E)
+        return found
+
+    def merge_into(
+        self, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = lambda part: part
+    ) -> Tensor:
+        """Return W + factor * B A in `dtype`, of each expert as `merge` computes it.
+
+        The bytes of an expert do not depend on how many of them are merged at a time.
+
+        Args:
+            weight: of some experts; whole: returns these experts' part of an adapter's parameter.
+        """
+        merged = weight.to(dtype, copy=True)
+        for projection in self._projections():
+            down, up = whole(projection.lora_A.detach()), whole(projection.lora_B.detach())
+            rows = slice(projection.rows.start, projection.rows.stop)
+            # One after the other: a layer's experts in float32 take twice the memory of the layer.
+            for expert in range(len(weight)):
+                merged[expert, rows] = merge(weight[expert, rows], down[expert], up[expert], self.factor)
+        return merged
+
+    def _projections(self) -> Iterator[ExpertProjection]:
+        for projection in self.children():
+            assert isinstance(projection, ExpertProjection)
+            yield projection
+
+    def _down(self) -> Tensor:
+        """Return A of all projections, one below the other, each filled up to a multiple of `_ALIGNED` ranks."""
+        each = [local(projection.lora_A) for projection in self._projections()]
+        return torch.cat([functional.pad(part, (0, 0, 0, _filled(part.shape[1]) - part.shape[1])) for part in each], 1)
+
+    def _up(self) -> Tensor:
+        """Return B of all projections, each at its outputs and at the ranks that it has in `_down`."""
+        each = [(projection.rows, local(projection.lora_B)) for projection in self._projections()]
+        num_ranks = sum(_filled(part.shape[2]) for _, part in each)
+        first, up = 0, []
+        for rows, part in each:
+            right = num_ranks - first - part.shape[2]
+            up.append(functional.pad(part, (first, right, rows.start, self.num_outputs - rows.stop)))
+            first += _filled(part.shape[2])
+        return sum(up[1:], start=up[0])
+
+
+def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    """Return W + factor * B A in float32; down is A, up is B."""
+    return torch.addmm(weight.float(), up.float(), down.float(), alpha=factor)
+
+
+def _filled(rank: int) -> int:
+    return -(-rank // _ALIGNED) * _ALIGNED
+
+
+def _empty(weight: Tensor, shape: tuple[int, ...], divided_dim: int) -> nn.Parameter:
+    """Return a matrix of an adapter in float32, divided where the layer's weight is divided in the same dimension."""
+    matrix = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    if isinstance(weight, DTensor):
+        placements = [one if one == Shard(divided_dim) else Replicate() for one in weight.placements]
+        # On the meta device there is nothing to send.
+        matrix = distribute_tensor(matrix, weight.device_mesh, placements, src_data_rank=None)
+    return nn.Parameter(matrix)
