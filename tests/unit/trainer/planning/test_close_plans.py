@@ -40,7 +40,7 @@ def words(found: Plan) -> str:
 
 @pytest.mark.parametrize(
     ("share", "verdict"),
-    [(0.5, "fits"), (0.94, "fits"), (0.95, "close"), (0.999, "close"), (1.01, "does not fit")],
+    [(0.5, "fits"), (0.92, "fits"), (0.93, "close"), (0.999, "close"), (1.01, "does not fit")],
 )
 def test_the_verdict_by_the_share_of_the_gpu(tmp_path: Path, share: float, verdict: str) -> None:
     found = plan(tmp_path, close_gpu(tmp_path, share, rollout=AWAKE), rollout=AWAKE)
