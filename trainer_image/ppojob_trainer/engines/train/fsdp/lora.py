@@ -6,7 +6,7 @@ as peft draws it. The adapters' folder is in peft's format.
 
 A layer is named by the last part of its name in HuggingFace checkpoints, for which the experts are linear layers too,
 though transformers fuses their weights: `gate_proj` names that projection of all experts, of shared experts and of
-dense layers. Lists of peft's `target_modules` have these names, and vLLM names adapters of experts like the folder here.
+dense layers. Lists of peft's `target_modules` have these names, and vLLM names adapters of experts as the folder does.
 Refused: the names of transformers' fused parameters, as in peft's `target_parameters`, because one adapter for gate and
 up is another model than one for each of them.
 
