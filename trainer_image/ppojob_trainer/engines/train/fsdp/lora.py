@@ -6,9 +6,9 @@ as peft draws it. The adapters' folder is in peft's format.
 
 A layer is named by the last part of its name in HuggingFace checkpoints, for which the experts are linear layers too,
 though transformers fuses their weights: `gate_proj` names that projection of all experts, of shared experts and of
-dense layers. So a list of names means what the checkpoint's does in peft's `target_modules`, and vLLM, which has
-adapters of separate experts, knows the folder's names. Refused: the names of transformers' fused parameters, as in
-peft's `target_parameters`, because one adapter for gate and up is another model than one for each of them.
+dense layers. Lists of peft's `target_modules` have these names, and vLLM names adapters of experts as the folder does.
+Refused: the names of transformers' fused parameters, as in peft's `target_parameters`, because one adapter for gate and
+up is another model than one for each of them.
 
     model.layers.0.self_attn.q_proj                  .lora_A, .lora_B      of a linear layer
     model.layers.0.mlp.experts.adapters.gate_up_proj.gate_proj.lora_A      of a projection in a fused parameter
