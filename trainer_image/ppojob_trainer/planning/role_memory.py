@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.pools import REWARD_MODEL
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
 from ppojob_trainer.engines.train.fsdp.experts import active_share, expert_modules
@@ -64,7 +65,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
         live.kinds = _kinds(parallel)
         module = _built(work, parallel)
         num_parameters, layer_parameters = _counted(module, work.config)
-        micro = None if work.kind == "reward_model" else _micro_batch(work, parallel)
+        micro = None if work.kind == REWARD_MODEL else _micro_batch(work, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
             schedule = _Schedule.of(work, module, micro, parallel)
@@ -98,7 +99,7 @@ def _kinds(parallel: ParallelMesh) -> dict[str, str]:
 
 def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
     options = replace(work.options, compile=False)
-    if work.kind == "reward_model":
+    if work.kind == REWARD_MODEL:
         return build_reward_model(work.config, options, parallel)[0]
     build: Any = build_critic if work.kind == "critic" else build_policy
     module: nn.Module = build(work.config, options, parallel)[0]
