@@ -90,13 +90,14 @@ def _pools_of_a_role_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _each_pool_of_a_reward_function_has_a_worker(spec: PPOJobSpec) -> Iterator[Problem]:
-    function, pools = spec.reward.function, list(dict.fromkeys(spec.placement.reward_pools))
-    if not spec.reward.uses_model and function is not None and len(pools) > function.num_workers:
+    function, pools = spec.reward.function, spec.placement.reward_pools
+    number = len(set(pools))
+    if not spec.reward.uses_model and function is not None and number > function.num_workers:
         remedy = (
-            f"reward.function.numWorkers is {function.num_workers}, so this pool would have no worker: raise it to "
-            f"{len(pools)}, or remove the pool"
+            f"reward.function.numWorkers is {function.num_workers}, so not each of the {number} pools would have a "
+            f"worker: raise it to {number}, or list fewer pools"
         )
-        yield f"placement.reward[{function.num_workers}]", pools[function.num_workers], remedy
+        yield "placement.reward", list(pools), remedy
 
 
 PLACEMENT_CHECKS = (

@@ -115,10 +115,10 @@ def test_a_reward_in_several_pools_has_the_role_in_each_and_their_order_is_no_ot
 
 
 def test_names_of_processes_in_further_pools_have_the_role_of_the_first_one() -> None:
-    names = ["ref", "ref_a", "rollout_a-b", "reward", "reward_model", "reward_model_model", "actor", "judge"]
+    names = ["ref", "ref_a", "rollout_a-b", "reward", "reward_model", "reward_model_model", "actor", "referee"]
 
     assert [base_role(name) for name in names] == [
-        "ref", "ref", "rollout", "reward", "reward_model", "reward_model", "actor", "judge",
+        "ref", "ref", "rollout", "reward", "reward_model", "reward_model", "actor", "referee",
     ]  # fmt: skip
 
 

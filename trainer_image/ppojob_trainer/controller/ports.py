@@ -330,7 +330,7 @@ class RewardPort(Protocol[B]):
         """Return the mean scores, `val-core/...`, over all rows and by data source.
 
         Args:
-            scores: of the function and of the model, as far as there are both.
+            scores: of each source: those of the function come first.
         """
         ...
 

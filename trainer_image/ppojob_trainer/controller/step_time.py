@@ -54,7 +54,7 @@ class Layout:
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
     hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`.
     shared: pools that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those
-    pools too. copies: by phase, the pools that have a copy of its model, if it is in several.
+    pools too. copies: by phase, the pools that have its model, of phases that several pools may compute.
     """
 
     pool_of: Mapping[str, str]
