@@ -113,8 +113,7 @@ def _alone(role: str, num_gpus: int) -> Layout:
     """One role on a separate GPU, or the rollout on all that actor and critic leave, because it is the longest."""
     if role == "rollout":
         return _layout({"actor": 1, "critic": 1, role: num_gpus - 2}, {role: [role]}, _OVERLAPPED)
-    placed = {role: [role] if role == "ref" else role}
-    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, placed, _OVERLAPPED)
+    found = _layout({"actor": num_gpus - 2, "critic": 1, role: 1}, {role: [role]}, _OVERLAPPED)
     # A reward function has no use for a GPU.
     return found | {"reward": {"type": "Both"}} if role == "reward" else found
 
@@ -122,7 +121,7 @@ def _alone(role: str, num_gpus: int) -> Layout:
 def _layout(gpus: dict[str, int], placement: dict[str, Any], schedule: dict[str, Any]) -> Layout:
     resources = {"cpu": 8, "memory": "48Gi", "shm": "8Gi"}
     pools = [{"name": name, "gpusPerNode": number, "resourcesPerGPU": resources} for name, number in gpus.items()]
-    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
+    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": ["critic"]}
     return {
         "pools": pools,
         "placement": {**(split if "critic" in gpus else {}), **placement},

@@ -3,7 +3,7 @@
 | folder | of |
 |---|---|
 | `0.2.0` | the release. Its job.json is refused: it has defaults, and values in other spellings |
-| `0.3.0-dev.b94f434f` | the commit of that name, the first whose job.json lists the reference's pools |
+| `0.3.0-dev.5b67f370` | the commit of that name, the first whose job.json lists the reward's pools |
 """
 
 import json

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 LINK_LIMIT_S = 0.75 * PHASE_LIMIT_S
 """The actor's: an end of a link that nobody breaks off waits so long for the other end."""
-TRAINED = {"actor": "train", "critic": "train", "ref": ["train"], "reward": "train"}
+TRAINED = {"actor": "train", "critic": "train", "ref": ["train"], "reward": ["train"]}
 
 
 def needs(num_gpus: int) -> pytest.MarkDecorator:

@@ -43,7 +43,7 @@ PLACEMENT = {
     "actor": "actor",
     "critic": "critic",
     "ref": ["critic"],
-    "reward": "critic",
+    "reward": ["critic"],
     "rollout": ["actor", "critic"],
 }
 ENGINES = {"actor": "rollout-0", "critic": "rollout_critic-0"}

@@ -89,4 +89,20 @@ def _pools_of_a_role_are_distinct(spec: PPOJobSpec) -> Iterator[Problem]:
                 yield f"placement.{role.value}[{index}]", name, "this pool is listed twice: remove one"
 
 
-PLACEMENT_CHECKS = (_several_pools_need_a_placement, _placement_names_pools, _pools_of_a_role_are_distinct)
+def _each_pool_of_a_reward_function_has_a_worker(spec: PPOJobSpec) -> Iterator[Problem]:
+    function, pools = spec.reward.function, spec.placement.reward_pools
+    number = len(set(pools))
+    if not spec.reward.uses_model and function is not None and number > function.num_workers:
+        remedy = (
+            f"reward.function.numWorkers is {function.num_workers}, so not each of the {number} pools would have a "
+            f"worker: raise it to {number}, or list fewer pools"
+        )
+        yield "placement.reward", list(pools), remedy
+
+
+PLACEMENT_CHECKS = (
+    _several_pools_need_a_placement,
+    _placement_names_pools,
+    _pools_of_a_role_are_distinct,
+    _each_pool_of_a_reward_function_has_a_worker,
+)

@@ -29,14 +29,18 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
-IN_SEVERAL_POOLS = (Role.ROLLOUT, Role.REF)
+IN_SEVERAL_POOLS = (Role.ROLLOUT, Role.REF, Role.REWARD)
 """The roles that may be placed in several pools."""
+
+REWARD_MODEL = "reward_model"
+"""Name of the processes of a reward model; those of a reward function are called reward."""
+
+_WITH_COPIES = (Role.ROLLOUT.value, Role.REF.value, REWARD_MODEL)
 
 
 def base_role(name: str) -> str:
-    """Return the role of a name of processes: in a further pool of a role, they are called <role>_<pool>."""
-    role = name.partition("_")[0]
-    return role if role in IN_SEVERAL_POOLS else name
+    """Return the role of a name of processes: in a further pool of a model, they are called <role>_<pool>."""
+    return next((role for role in _WITH_COPIES if name.startswith(f"{role}_")), name)
 
 
 class Spread(StrEnum):
@@ -187,8 +191,10 @@ class Placement(ApiModel):
     """Pools of the reference policy. Each of several pools loads a copy, and a pool that is free earlier computes more
     of the batch. Absent: the critic's, else the actor's. If model.actor.lora makes the actor its own reference: the
     actor's."""
-    reward: DNSLabel | None = None
-    """Pool of the reward workers. Absent: the critic's, else the actor's."""
+    reward: Annotated[list[DNSLabel], Field(min_length=1, max_length=7)] | None = None
+    """Pools of the reward. Each of several pools loads a copy of the reward model, and a pool that is free earlier
+    scores more of the batch; the workers of the reward function are divided over the pools in proportion to their GPUs.
+    Absent: the critic's, else the actor's."""
 
     @property
     def rollout_pools(self) -> tuple[str, ...]:
@@ -204,6 +210,11 @@ class Placement(ApiModel):
     def ref_pools(self) -> tuple[str, ...]:
         """The pools that are given for the reference."""
         return tuple(self.ref or ())
+
+    @property
+    def reward_pools(self) -> tuple[str, ...]:
+        """The pools that are given for the reward."""
+        return tuple(self.reward or ())
 
     def pools_of(self, role: Role) -> tuple[str, ...]:
         """Return the pools that are given for a role; none if its field is absent."""

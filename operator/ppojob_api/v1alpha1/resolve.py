@@ -181,10 +181,21 @@ def resolve(spec: PPOJobSpec) -> PPOJobSpec:
 
 
 def roles(spec: PPOJobSpec) -> Iterator[tuple[Role, Pool]]:
-    """Yield the roles of a resolved spec, each with its pool; rollout and reference with each of their pools."""
+    """Yield the roles of a resolved spec, each with its pools."""
     for role in Role:
         for name in spec.placement.pools_of(role):
             yield role, spec.pool(name)
+
+
+def reward_workers(spec: PPOJobSpec) -> dict[str, int]:
+    """Return the number of workers of the reward function in each pool of a resolved spec that has any.
+
+    Pods have their CPU cores per GPU, so each worker goes to the pool with the fewest workers per GPU.
+    """
+    found = dict.fromkeys(spec.placement.reward_pools, 0)
+    for _ in range(spec.reward.function.num_workers if spec.reward.function is not None else 0):
+        found[min(found, key=lambda name: found[name] / spec.pool(name).gpus)] += 1
+    return {name: number for name, number in found.items() if number}
 
 
 def _placement(spec: PPOJobSpec) -> Placement:
@@ -198,7 +209,7 @@ def _placement(spec: PPOJobSpec) -> Placement:
             "rollout": [given.rollout_pools[0], *sorted(given.shared_pools)],
             "critic": critic,
             "ref": sorted(given.ref or [reference]) if spec.algorithm.needs_reference else None,
-            "reward": given.reward or second,
+            "reward": sorted(given.reward or [second]),
         }
     )
 
@@ -220,9 +231,9 @@ def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
 
 def _computing_pools(spec: PPOJobSpec, placed: Placement) -> set[str | None]:
     """Return the pools whose devices compute in a step; a reward function uses none."""
-    judge = placed.reward if spec.reward.uses_model else None
+    judges = placed.reward_pools if spec.reward.uses_model else ()
     workers = (worker.pool for worker in spec.workers if worker.uses_gpu)
-    return {placed.actor, *placed.rollout_pools, placed.critic, *placed.ref_pools, judge, *workers} - {None}
+    return {placed.actor, *placed.rollout_pools, placed.critic, *placed.ref_pools, *judges, *workers} - {None}
 
 
 def _with_gpu_resource(pool: Pool, device: Device) -> Pool:

@@ -14,6 +14,7 @@ from typing import Any
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.pools import Pool, Scheduling
 from ppojob_api.v1alpha1.quantities import parse_quantity
+from ppojob_api.v1alpha1.resolve import reward_workers
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import FieldError
 from ppojob_operator.manifests import naming, pod_template
@@ -92,9 +93,7 @@ def logical_cpus(spec: PPOJobSpec, pool: Pool) -> int:
     Each GPU's bundle and each scoring process needs one, even if the pod has fewer.
     """
     real = parse_quantity(pool.resources_per_gpu.cpu) * pool.gpus_per_node
-    function = spec.reward.function if spec.placement.reward == pool.name else None
-    scorers = function.num_workers if function is not None else 0
-    return max(math.ceil(real), pool.gpus_per_node + scorers)
+    return max(math.ceil(real), pool.gpus_per_node + reward_workers(spec).get(pool.name, 0))
 
 
 def _avoiding(template: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def with_old_names(manifest: dict[str, Any]) -> dict[str, Any]:
     spec = deepcopy(manifest["spec"])
     spec["device"] = spec["device"].lower()
     spec["storage"]["persistentVolumeClaim"] = spec["storage"].pop("claimName")
-    for role in ("rollout", "ref"):
+    for role in ("rollout", "ref", "reward"):
         [spec["placement"][role]] = spec["placement"][role]
     for name in ("train", "validation"):
         spec["data"][name]["type"] = "ReasoningGym"

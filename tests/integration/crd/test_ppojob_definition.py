@@ -343,7 +343,7 @@ def test_the_rules_leave_room_in_the_budget_of_cost(kubectl: Any) -> None:
     largest = job(
         "largest",
         pools=pools,
-        placement={"actor": "p6", "critic": "p6", "reward": "p6", "rollout": names, "ref": names},
+        placement={"actor": "p6", "critic": "p6", "rollout": names, "ref": names, "reward": names},
     )
     largest["spec"]["env"] = [{"name": f"V{n}", "value": "x" * 1000} for n in range(128)]
 

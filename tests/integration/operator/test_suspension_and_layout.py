@@ -63,7 +63,7 @@ def test_another_layout_replaces_the_cluster_and_says_what_changed(kubectl: Any,
     first = jobs.wait(name, lambda status: "rayCluster" in status)["rayCluster"]["name"]
 
     pools = [pool("actor"), pool("critic", nodes=2), pool("judge")]
-    done = patch(kubectl, name, pools=pools, placement={"reward": "judge"})
+    done = patch(kubectl, name, pools=pools, placement={"reward": ["judge"]})
     assert done.returncode == 0, done.stderr
     jobs.wait_for(name, Condition.LAYOUT_APPLIED, "True", Reason.LAYOUT_APPLIED)
     kubectl("wait", "--for=delete", f"raycluster/{first}", "--timeout=240s")

@@ -36,7 +36,7 @@ MIXTURE = {
 """In three steps of 8 prompts, the first source is passed more than twice, and 3 prompts of each epoch are left out."""
 SPLIT = {
     "pools": [{"name": "actor", "gpusPerNode": 1}, {"name": "critic", "gpusPerNode": 1}],
-    "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"},
+    "placement": {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": ["critic"]},
 }
 ONE_POOL = {"pools": [{"name": "one", "gpusPerNode": 2}], "placement": {"actor": "one"}}
 TIMES = ("timing", "perf/", "pool/", "overlap/", "comm_", "restart/")

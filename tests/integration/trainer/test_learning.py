@@ -34,7 +34,7 @@ def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
         actor=training,
         critic=training,
         schedule={"mode": "ParallelUpdate"},
-        placement={"actor": "actor", "rollout": ["actor"], "critic": "critic", "reward": "critic"},
+        placement={"actor": "actor", "rollout": ["actor"], "critic": "critic", "reward": ["critic"]},
         trainer={"totalSteps": STEPS, "validateEverySteps": 0},
         checkpoint={"everySteps": 0, "export": "Never"},
     )

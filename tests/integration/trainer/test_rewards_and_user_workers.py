@@ -27,7 +27,7 @@ from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from ppojob_trainer.worker_groups.stored_rows import store_rows
 from ppojob_trainer.worker_groups.table import Table
 from tests.integration.trainer.reward_model import write_reward_model
-from tests.integration.trainer.runs import finish, job_of, records_of, spec_of
+from tests.integration.trainer.runs import Run, assert_same_steps, finish, job_of, records_of, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -76,7 +76,7 @@ def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
             {"name": "critic", "gpusPerNode": 1},
             {"name": "scoring", "gpusPerNode": 2},
         ],
-        "placement": {"actor": "actor", "critic": "critic", "reward": "scoring"},
+        "placement": {"actor": "actor", "critic": "critic", "reward": ["scoring"]},
         "checkpoint": {"everySteps": 0, "export": "Never"},
         "trainer": {"totalSteps": 2, "validateEverySteps": 2, "validateBeforeTraining": False},
         "schedule": {"mode": "Overlapped", "disabledOverlaps": ["Values", "Streaming"]},
@@ -159,6 +159,25 @@ def test_every_process_left_its_log(root: Path) -> None:
         "actor-0", "rollout-0", "critic-0", "ref-0", "data-0", "reward-0", "reward-1", "reward_model-0",
         "reward_model-1", "length-penalty-0", "length-penalty-1", "recorder-0",
     }  # fmt: skip
+
+
+def test_a_reward_in_two_pools_changes_no_number(root: Path, model: Path, reward_model: Path, tmp_path: Path) -> None:
+    """The model has a copy in each pool, and each pool has one of the function's two workers."""
+    (tmp_path / "notes").mkdir()
+    raw = both_of(model, reward_model, tmp_path / "notes")
+    placement = {**raw["placement"], "reward": ["scoring", "critic"]}
+
+    found = finish(tmp_path, {**raw, "placement": placement, "schedule": {"mode": "Serial"}})
+
+    assert_same_steps(found, Run(root), rel=2e-2, absolute=2e-3)
+    logs = {path.stem for path in (tmp_path / "logs" / "attempt-0").iterdir()}
+    models = {"reward_model-0", "reward_model_scoring-0", "reward_model_scoring-1"}
+    assert {name for name in logs if name.startswith("reward")} == {"reward-0", "reward-1", *models}
+    trace = (tmp_path / "trace.json").read_text().rstrip().rstrip(",").rstrip("]")
+    parts = {(e["name"], e["args"]["step"], e["cat"]) for e in json.loads(trace + "]") if e["ph"] == "X"}
+    roles = {"reward_model", "reward_model_scoring"}
+    for phase, step in (("reward_model", 1), ("reward_model", 2), ("testing", 2)):
+        assert {role for name, at, role in parts if (name, at) == (phase, step)} >= roles
 
 
 # A function that does not score every response.

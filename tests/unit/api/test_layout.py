@@ -42,7 +42,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
             [
                 "pool judge is added with 2 x 4 GPUs",
                 "placement.critic critic -> actor",
-                "placement.reward critic -> actor",
+                "placement.reward [critic] -> [actor]",
                 "schedule.disabledOverlaps [] -> [NextGeneration, Streaming]",
             ],
         ),
@@ -51,14 +51,14 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
             [
                 "pool critic is removed",
                 "placement.critic critic -> actor",
-                "placement.reward critic -> actor",
+                "placement.reward [critic] -> [actor]",
                 "schedule.disabledOverlaps [] -> [NextGeneration, Streaming]",
             ],
         ),
         ({"actor": {"miniBatchSize": 8, "tensorParallelSize": 2}}, ["actor.tensorParallelSize 1 -> 2"]),
         ({"rollout": {"tensorParallelSize": 2}}, ["rollout.tensorParallelSize 1 -> 2"]),
         ({"schedule": {"disabledOverlaps": ["Values"]}}, ["schedule.disabledOverlaps [] -> [Values]"]),
-        ({"placement": {"actor": "actor", "critic": "critic", "reward": "critic"}}, []),
+        ({"placement": {"actor": "actor", "critic": "critic", "reward": ["critic"]}}, []),
         ({"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor"]}}, []),
         (
             {"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor", "critic"]}},

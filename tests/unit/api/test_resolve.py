@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ppojob_api.v1alpha1.pools import Role
-from ppojob_api.v1alpha1.resolve import job_root, resolve, roles
+from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.resolve import job_root, resolve, reward_workers, roles
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import Overlap, ResumePolicy, ScheduleMode
@@ -78,6 +78,50 @@ def test_a_reference_in_several_pools_has_the_role_in_each_and_their_order_is_no
     assert one == other
 
 
+@pytest.mark.parametrize(
+    ("gpus", "workers", "expected"),
+    [
+        ((2, 1), 1, {"actor": 1}),
+        ((2, 1), 2, {"actor": 1, "critic": 1}),
+        ((2, 1), 6, {"actor": 4, "critic": 2}),
+        ((1, 1), 5, {"actor": 3, "critic": 2}),
+        ((1, 8), 9, {"actor": 1, "critic": 8}),
+    ],
+)
+def test_workers_of_a_reward_function_are_divided_over_its_pools_by_gpus(
+    gpus: tuple[int, int], workers: int, expected: dict[str, int]
+) -> None:
+    spec = _resolved(
+        {
+            ("spec", "placement", "reward"): ["critic", "actor"] if workers > 1 else ["actor"],
+            ("spec", "reward", "function", "numWorkers"): workers,
+            ("spec", "pools", 0, "gpusPerNode"): gpus[0],
+            ("spec", "pools", 1, "gpusPerNode"): gpus[1],
+        }
+    )
+
+    assert reward_workers(spec) == expected
+
+
+def test_a_reward_in_several_pools_has_the_role_in_each_and_their_order_is_no_other_layout() -> None:
+    workers: Changes = {("spec", "reward", "function", "numWorkers"): 2}
+    one, other = (
+        _resolved(workers | {("spec", "placement", "reward"): pools})
+        for pools in (["actor", "critic"], ["critic", "actor"])
+    )
+
+    assert [pool.name for role, pool in roles(one) if role is Role.REWARD] == ["actor", "critic"]
+    assert one == other
+
+
+def test_names_of_processes_in_further_pools_have_the_role_of_the_first_one() -> None:
+    names = ["ref", "ref_a", "rollout_a-b", "reward", "reward_model", "reward_model_model", "actor", "referee"]
+
+    assert [base_role(name) for name in names] == [
+        "ref", "ref", "rollout", "reward", "reward_model", "reward_model", "actor", "referee",
+    ]  # fmt: skip
+
+
 def test_a_pool_that_is_shared_with_the_rollout_has_the_role_too() -> None:
     spec = _resolved({("spec", "placement", "rollout"): ["actor", "critic"]})
 
@@ -137,11 +181,11 @@ def test_one_step_off_has_its_staleness(given: dict[str, int], resolved: int) ->
         (GRPO_WITH_KL | {("spec", "placement", "ref"): ["critic"]}, "Auto", [Overlap.VALUES]),
         # A reward function computes on no device of its pool, a reward model does.
         (
-            GRPO | {("spec", "placement", "reward"): "critic"},
+            GRPO | {("spec", "placement", "reward"): ["critic"]},
             "Auto",
             [Overlap.NEXT_GENERATION, Overlap.STREAMING, Overlap.VALUES],
         ),
-        (GRPO | REWARD_MODEL | {("spec", "placement", "reward"): "critic"}, "Auto", [Overlap.VALUES]),
+        (GRPO | REWARD_MODEL | {("spec", "placement", "reward"): ["critic"]}, "Auto", [Overlap.VALUES]),
     ],
 )
 def test_a_single_pool_has_no_overlaps_between_pools_unless_they_are_asked_for(

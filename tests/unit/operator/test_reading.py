@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from ppojob_operator.reading import read_job
 
-OLD_LAYOUT = {"placement": {"actor": "actor", "ref": "critic"}, "pools": []}
-"""Of a version whose `placement.ref` was one pool."""
+OLD_LAYOUT = {"placement": {"actor": "actor", "ref": "critic", "reward": "critic"}, "pools": []}
+"""Of a version whose `placement.ref` and `placement.reward` were one pool each."""
 
 
 def stored(condition: str) -> dict[str, Any]:

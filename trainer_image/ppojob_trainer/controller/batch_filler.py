@@ -9,9 +9,9 @@ expected share of the others, would not fill the batch, further prompts are requ
 at once: no engine waits until all others are done and the scores are there. When the batch is known, what is unfinished
 is aborted, and the data go back behind the last prompt that was needed.
 
-If responses cannot be scored while others are generated (no overlap Streaming; a user's hook that sees all responses; a
-reward model in a pool that generates), the same runs in stretches: the requested prompts are generated, then scored,
-then further ones are requested. Both give the same batch. Called by `ppo`.
+If responses cannot be scored while others are generated (no overlap Streaming; a user's hook that sees all responses;
+engines in every pool of the reward model), the same runs in stretches: the requested prompts are generated, then
+scored, then further ones are requested. Both give the same batch. Called by `ppo`.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ class ChainPhases:
     shared: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def first(self) -> str:
-        """The phase that decides when the chain may start."""
-        return next(iter([*self.own, *self.shared]))
+    def all(self) -> list[str]:
+        """All phases, in the order in which the chain computes them."""
+        return [*self.own, *self.shared]
 
 
 def no_metrics(_: object) -> Metrics:
@@ -193,7 +193,7 @@ class StreamedPhases(Generic[B]):
         if after is not None:
             await after.wait()
         # Parts queue up until the first phase may start.
-        await self._phases[names.first].ready()
+        await self._phases[names.all[0]].ready()
         while True:
             if chain.has_waiting:
                 await self._compute(chain)

@@ -45,8 +45,12 @@ class ForwardPlan(Generic[B]):
         self._pool_of, self._gpus, self._writing = pool_of, gpus, writing
         self._has_old_log_prob, self._critic_is_done = has_old_log_prob, critic_is_done
 
-    def phases(self, step: int) -> dict[str, ForwardPhase[B]]:
-        """Return the forward phases of a step, in the serial order."""
+    def phases(self, step: int, recorded_as: str | None = None) -> dict[str, ForwardPhase[B]]:
+        """Return the forward phases of a step, in the serial order.
+
+        Args:
+            recorded_as: name of all of them in timings and traces; None: each has its own.
+        """
         ports = self._ports
 
         def phase(
@@ -56,13 +60,15 @@ class ForwardPlan(Generic[B]):
             ready: Callable[[], Awaitable[object]] = at_once,
         ) -> None:
             helpers = {
-                role: Helper(partial(self._phases.run_alone, name, role, step), compute, self._gpus_of(role))
+                role: Helper(
+                    partial(self._phases.run_alone, recorded_as or name, role, step), compute, self._gpus_of(role)
+                )
                 for role, compute in computes.items()
             }
             found[name] = ForwardPhase.of(helpers, metrics, ready)
 
         found: dict[str, ForwardPhase[B]] = {}
-        function, model = ports.reward.function, ports.reward.model
+        function, models = ports.reward.function, ports.reward.models
         if function is not None:
             phase(Phase.REWARD, {"reward": function.compute_scores}, function.metrics)
         if self._has_old_log_prob:
@@ -71,13 +77,21 @@ class ForwardPlan(Generic[B]):
             phase(Phase.VALUES, {"critic": ports.critic.compute_values}, ready=self._critic_is_done)
         if ports.refs:
             phase(Phase.REF, {role: ref.compute_ref_log_prob for role, ref in ports.refs.items()})
-        if model is not None:
-            phase(Phase.REWARD_MODEL, {"reward_model": model.compute_scores}, model.metrics)
+        if models:
+            computes = {role: model.compute_scores for role, model in models.items()}
+            phase(Phase.REWARD_MODEL, computes, next(iter(models.values())).metrics)
         return found
 
-    def scoring(self, step: int) -> dict[str, ForwardPhase[B]]:
+    def scoring(self, step: int, recorded_as: str | None = None) -> dict[str, ForwardPhase[B]]:
         """Return those of them that compute scores."""
-        return {name: phase for name, phase in self.phases(step).items() if name in SCORING}
+        return {name: phase for name, phase in self.phases(step, recorded_as).items() if name in SCORING}
+
+    def can_score_while_generating(self) -> bool:
+        """Return whether each source of scores has a pool in which no engine generates, or none."""
+        phases = self.scoring(step=0)
+        chains = self.chains(phases)
+        free = {name for chain, names in chains.items() if chain not in self._writing for name in names.all}
+        return free >= phases.keys()
 
     def chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, ChainPhases]:
         """Return the phases that must run one after the other, by the pool that they keep busy."""

@@ -5,43 +5,40 @@ Called by `run`, `groups`, the monitor and the benchmark.
 
 from __future__ import annotations
 
-from ppojob_api.v1alpha1.pools import Placement
+from collections.abc import Sequence
+
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.workers import HookPoint
-from ppojob_trainer.controller.generation import OWN
+from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.schedule import is_one_update, schedule_for
 from ppojob_trainer.controller.step_time import Layout
 
-__all__ = ["layout_of", "pools_of_phases", "pools_of_roles", "ref_role", "shared_role"]
-
-REF = "ref"
+__all__ = ["layout_of", "pools_of_copies", "pools_of_phases", "pools_of_roles"]
 
 
-def shared_role(pool: str) -> str:
-    """Return the role of the engines in a pool that is shared with the rollout."""
-    return f"{OWN}_{pool}"
-
-
-def ref_role(placement: Placement, pool: str) -> str:
-    """Return the role of the reference in one of its pools."""
-    return REF if pool == placement.ref_pools[0] else f"{REF}_{pool}"
+def pools_of_copies(role: str, pools: Sequence[str]) -> dict[str, str]:
+    """Return the pool of each copy of a model, by its role: the first one has the role's name, others <role>_<pool>."""
+    return {f"{role}_{pool}" if index else role: pool for index, pool in enumerate(pools)}
 
 
 def pools_of_roles(spec: PPOJobSpec) -> dict[str, str]:
-    """Return the pool of each role that the controller calls; the data worker is in the first pool."""
+    """Return the pool of each role that the controller calls; the data worker is in the first pool.
+
+    The reward function, whose workers may be in several pools, has the first of them.
+    """
     placement = spec.placement
-    named = {
+    critic = {} if placement.critic is None else {Role.CRITIC.value: placement.critic}
+    return {
         "data": spec.pools[0].name,
-        "actor": placement.actor,
-        "rollout": placement.rollout_pools[0],
-        "critic": placement.critic,
-        **{ref_role(placement, pool): pool for pool in placement.ref_pools},
-        "reward": placement.reward,
-        "reward_model": placement.reward if spec.reward.uses_model else None,
+        Role.ACTOR.value: placement.actor,
+        **pools_of_copies(Role.ROLLOUT.value, placement.rollout_pools),
+        **critic,
+        **pools_of_copies(Role.REF.value, placement.ref_pools),
+        Role.REWARD.value: placement.reward_pools[0],
+        **pools_of_copies(REWARD_MODEL, placement.reward_pools if spec.reward.uses_model else ()),
         **{worker.name: worker.pool for worker in spec.workers},
-        **{shared_role(pool): pool for pool in placement.shared_pools},
     }
-    return {role: pool for role, pool in named.items() if pool is not None}
 
 
 def pools_of_phases(spec: PPOJobSpec) -> dict[str, str]:
@@ -64,6 +61,6 @@ def layout_of(spec: PPOJobSpec) -> Layout:
         is_one_update=is_one_update(spec),
         is_bypassed=spec.algorithm.bypasses_old_log_probs,
         shared=spec.placement.shared_pools,
-        ref_pools=spec.placement.ref_pools,
+        copies={Phase.REF: spec.placement.ref_pools, Phase.REWARD_MODEL: spec.placement.reward_pools},
         engines_sleep=any(map(spec.engines_sleep_in, spec.placement.rollout_pools)),
     )

@@ -353,9 +353,9 @@ class TrainingLoop(Generic[B]):
         ports, step = self._ports, self._step
         prompts = await self._phases.run(Phase.VALIDATE, "data", step, ports.data.validation_prompts())
         rollout = await self._generation.validate(prompts, step)
-        scores = "reward" if ports.reward.model is None else "reward_model"
-        judging = ports.reward.validate(prompts.batch.union(rollout.batch))
-        return dict(await self._phases.run_alone(Phase.VALIDATE, scores, step, judging))
+        batch = prompts.batch.union(rollout.batch)
+        judging = ports.reward.validate(batch, await self._ppo.validation_scores(batch, step))
+        return dict(await self._phases.run(Phase.VALIDATE, "reward", step, judging))
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, or cancel it when a stop is requested.

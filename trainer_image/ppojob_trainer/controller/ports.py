@@ -314,8 +314,8 @@ class RewardPort(Protocol[B]):
         ...
 
     @property
-    def model(self) -> ScoresPort[B] | None:
-        """The reward model, which runs on the GPUs of its pool."""
+    def models(self) -> Mapping[str, ScoresPort[B]]:
+        """The reward model in each of its pools, by the role under which its phases run; empty if there is none."""
         ...
 
     async def total(self, batch: B) -> tuple[B, Metrics]:
@@ -326,8 +326,12 @@ class RewardPort(Protocol[B]):
         """Return the score of each row of a batch with token_level_scores; None: the reward dropped the response."""
         ...
 
-    async def validate(self, batch: B) -> Metrics:
-        """Return the mean scores, `val-core/...`, over all rows and by data source."""
+    async def validate(self, batch: B, scores: Sequence[B]) -> Metrics:
+        """Return the mean scores, `val-core/...`, over all rows and by data source.
+
+        Args:
+            scores: of each source: those of the function come first.
+        """
         ...
 
 

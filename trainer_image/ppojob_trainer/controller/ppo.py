@@ -27,7 +27,8 @@
   batch is full (`batch_filler`). So all other phases wait for the whole batch.
 * With one minibatch and one epoch, the policy that is updated is the one that computes old_log_prob: it is left out.
   So it is if the engine's log-probs take its place (`algorithm.rolloutCorrection.method: Bypass`).
-* With a reference in several pools, each computes rows of ref when it has nothing else to compute (`shared_rows`).
+* With a reference or a reward model in several pools, each computes rows of it when it has nothing else to compute
+  (`shared_rows`).
 * In mode OneStepOff, `queue` draws which steps are generated while others are trained, also with weights that are
   updated in flight. reward N+1 (ref too, if its pool neither trains nor generates) runs while step N is trained.
   old_log_prob stays that of the policy at the start of the step, so the clipping does not depend on the staleness.
@@ -157,7 +158,7 @@ class PPO(Generic[B]):
             score=lambda batch: self._score(batch, step),
             sources=list(phases),
         )
-        can_score = not self._has_generate_hooks and not self._writing & self._plan.chains(phases).keys()
+        can_score = not self._has_generate_hooks and self._plan.can_score_while_generating()
         is_streamed = self._schedule.streaming and can_score
         found = await BatchFiller(sampler, self._generation, calls, step, is_streamed=is_streamed).fill()
         of_scores = {
@@ -182,6 +183,11 @@ class PPO(Generic[B]):
         scored = batch.union(*(scores[name] for name in phases))
         batch, total = await self._run(Phase.REWARD, "reward", step, reward.total(scored))
         return Scored(batch, scores, reward.row_scores(batch), {**hooked, **total})
+
+    async def validation_scores(self, batch: B, step: int) -> list[B]:
+        """Return the scores of each source, in the order of `SCORING`; all sources compute at the same time."""
+        phases = self._plan.scoring(step, recorded_as=Phase.VALIDATE).values()
+        return list(await asyncio.gather(*(phase.compute(batch) for phase in phases)))
 
     @property
     def _has_generate_hooks(self) -> bool:

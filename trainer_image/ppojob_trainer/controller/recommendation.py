@@ -6,7 +6,7 @@ It answers five questions, each only if the gain is large enough:
 * Which pool would gain from more GPUs?
 * Would some GPUs be more useful in another pool?
 * Which pool should be shared with the rollout?
-* Which pool should have a copy of the reference?
+* Which pool should have a copy of the reference, or of the reward model?
 
 The times come from `prediction`; `cost_model` says what they leave out. With fewer GPUs each one stores more of a
 model, and a pool that is shared with the rollout also stores an engine. If memory was measured, layouts that might not
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ppojob_api.v1alpha1.pools import Pool, Role
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Pool, Role
 from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
@@ -102,7 +102,10 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
     busy = {pool.name: _busy(last, pool.name) for pool in spec.pools}
     noun = "GPU" if spec.device is Device.CUDA else "worker"
     sentences = [say(_Words(spec.pools, noun, busy, len(last)), option) for say, option in said.items()]
-    for other, words in ((_shared(spec, last), _SHARED), (_with_reference(spec, last), _WITH_REFERENCE)):
+    others = [(_shared(spec, last), _SHARED), (_with_copy(spec, last, Role.REF, Role.REF), _WITH_REFERENCE)]
+    if spec.reward.uses_model:
+        others.append((_with_copy(spec, last, Role.REWARD, REWARD_MODEL), _WITH_REWARD_MODEL))
+    for other, words in others:
         changes = {name: predict(costs, layout_of(changed)).seconds / now - 1 for name, changed in other}
         sentences += _say_placed(changes, words)
     text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
@@ -142,25 +145,33 @@ def _memory(pool: Pool, steps: Sequence[Mapping[str, float]]) -> tuple[float, fl
     return peak, total
 
 
-def _with_reference(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, PPOJobSpec]]:
-    """Yield each further pool that could have a copy of the reference, with the spec that has it there."""
-    placement = spec.placement
-    for pool in spec.pools if placement.ref_pools else ():
-        pools = [*placement.ref_pools, pool.name]
-        other = spec.model_copy(update={"placement": placement.model_copy(update={"ref": pools})})
-        if next(check(other), None) is None and _has_room_for_a_reference(pool, spec, steps):
+def _with_copy(
+    spec: PPOJobSpec, steps: Sequence[Mapping[str, float]], role: Role, processes: str
+) -> Iterator[tuple[str, PPOJobSpec]]:
+    """Yield each further pool that could have a copy of a role's model, with the spec that has it there.
+
+    Args:
+        processes: name of those that have the model.
+    """
+    given = spec.placement.pools_of(role)
+    for pool in spec.pools if given else ():
+        placement = spec.placement.model_copy(update={role.value: [*given, pool.name]})
+        other = spec.model_copy(update={"placement": placement})
+        allocated = max(metrics.get(f"perf/max_memory_allocated_gb/{processes}", 0.0) for metrics in steps)
+        of_copy = allocated * spec.pool(given[0]).gpus / pool.gpus
+        if next(check(other), None) is None and _has_room_for_a_copy(pool, of_copy, steps):
             yield pool.name, other
 
 
-def _has_room_for_a_reference(pool: Pool, spec: PPOJobSpec, steps: Sequence[Mapping[str, float]]) -> bool:
+def _has_room_for_a_copy(pool: Pool, of_copy: float, steps: Sequence[Mapping[str, float]]) -> bool:
     """Whether a copy fits beside the measured peak memory, if all that torch allocated is divided over the GPUs."""
     peak, total = _memory(pool, steps)
-    allocated = max(metrics.get(f"perf/max_memory_allocated_gb/{Role.REF.value}", 0.0) for metrics in steps)
-    return peak + allocated * spec.pool(spec.placement.ref_pools[0]).gpus / pool.gpus <= total or not total
+    return peak + of_copy <= total or not total
 
 
 _SHARED = "sharing pool {} with the rollout (placement.rollout)"
 _WITH_REFERENCE = "a copy of the reference in pool {} (placement.ref)"
+_WITH_REWARD_MODEL = "a copy of the reward model in pool {} (placement.reward)"
 
 
 def _say_placed(changes: Mapping[str, float], words: str) -> Iterator[str]:

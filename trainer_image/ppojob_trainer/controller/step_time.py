@@ -54,7 +54,7 @@ class Layout:
     pool_of: the pool whose GPUs a role keeps busy, without roles that run only on CPU cores. gpus: of each pool.
     hooks: the user-defined workers that are called at a point, in order. is_one_update, is_bypassed: see `schedule`.
     shared: pools that are shared with the rollout. engines_sleep: sending the weights then allocates memory in those
-    pools too. ref_pools: those of the reference, if it has several.
+    pools too. copies: by phase, the pools that have its model, of phases that several pools may compute.
     """
 
     pool_of: Mapping[str, str]
@@ -65,15 +65,19 @@ class Layout:
     is_bypassed: bool = False
     shared: Sequence[str] = ()
     engines_sleep: bool = False
-    ref_pools: Sequence[str] = ()
+    copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def pools_of(self, phase: str) -> list[str]:
         """Return the pools that a phase keeps busy; none if it runs on CPU cores."""
-        if phase == Phase.REF and self.ref_pools:
-            return list(self.ref_pools)
+        if self.is_divided(phase):
+            return list(self.copies[phase])
         pool = self.pool_of.get(role_of(phase, self.pool_of))
         is_shared_too = phase == Phase.GENERATE or (phase == Phase.UPDATE_WEIGHTS and self.engines_sleep)
         return ([] if pool is None else [pool]) + (list(self.shared) if is_shared_too else [])
+
+    def is_divided(self, phase: str) -> bool:
+        """Whether several pools compute parts of the phase."""
+        return len(self.copies.get(phase, ())) > 1
 
     def gpus_of(self, phase: str) -> int:
         """Return the number of GPUs on which a phase runs; 1 if it runs on CPU cores."""
@@ -120,7 +124,7 @@ def step_time(seconds: Mapping[str, float], layout: Layout) -> StepTime:
     length = max((ends[-1] - ends[-1 - period]) / period, 1e-9)
     work = dict.fromkeys(layout.gpus, 0.0)
     for phase, taken in play.seconds.items():
-        for pool in layout.pools_of(phase) if not play.is_shared(phase) else ():
+        for pool in layout.pools_of(phase) if not layout.is_divided(phase) else ():
             work[pool] += taken / (push_every if phase == Phase.UPDATE_WEIGHTS else 1)
     # Each pool has its own part of these phases, not the mean.
     for pool, taken in play.shared.items():
@@ -148,10 +152,6 @@ class _Simulation:
         self._pushed = 0.0
         # Of each pool: seconds of the last step in phases that several pools compute.
         self.shared: dict[str, float] = {}
-
-    def is_shared(self, phase: str) -> bool:
-        """Whether several pools compute parts of the phase."""
-        return phase == Phase.REF and len(self._layout.pools_of(phase)) > 1
 
     def step(self) -> float:
         schedule = self._layout.schedule
@@ -213,22 +213,32 @@ class _Simulation:
         """Simulate the chains: of all that wait for their pools, the phase that can start first goes next."""
         chains, shared = self._chains()
         reached = {chain: self._written() if self._is_early(chain) else generated for chain in chains}
+        # Parts of a phase that a chain computes in several pools at the same time, as chains that this chain waits for.
+        waits_for: dict[str, str] = {}
         self.shared, end = dict.fromkeys(self._layout.gpus, 0.0), generated
         while chains:
-            ready = {chain: self._ready(phases[0][0], reached[chain]) for chain, phases in chains.items()}
+            waiting = set(waits_for.values())
+            free = {chain: phases for chain, phases in chains.items() if chain not in waiting}
+            ready = {chain: self._ready(phases[0][0], reached[chain]) for chain, phases in free.items()}
             starts = {chain: (self._start(*chains[chain][0], at), at) for chain, at in ready.items()}
             first = min(starts, key=lambda chain: starts[chain])
             phase, pool = chains[first][0]
-            if pool is None:
-                chains[first].pop(0)
-                reached[first] = self._run(phase, ready[first])
-            elif shared[phase]:
+            if pool is not None:
                 reached[first] = self._help(phase, pool, ready[first], shared)
+            elif self._layout.is_divided(phase):
+                parts = {f"{first}/{phase}/{each}": each for each in self._layout.pools_of(phase)}
+                shared[phase] = _NUM_ROWS
+                chains |= {first: chains[first][1:], **{part: [(phase, each)] for part, each in parts.items()}}
+                reached |= dict.fromkeys(parts, ready[first])
+                waits_for |= dict.fromkeys(parts, first)
             else:
-                # The others have taken all rows meanwhile.
-                chains[first].pop(0)
+                chains[first] = chains[first][1:]
+                reached[first] = self._run(phase, ready[first])
             end = max(end, reached[first])
-            chains = {chain: phases for chain, phases in chains.items() if phases}
+            chains = _without_done(chains, shared)
+            for part in waits_for.keys() - chains.keys():
+                chain = waits_for.pop(part)
+                reached[chain] = max(reached[chain], reached[part])
         return end
 
     def _chains(self) -> tuple[dict[str, list[tuple[str, str | None]]], dict[str, int]]:
@@ -243,7 +253,7 @@ class _Simulation:
         for phase, role in _FORWARD:
             if phase not in self.seconds:
                 continue
-            if not self.is_shared(phase):
+            if not layout.is_divided(phase):
                 own.setdefault(chain_of(phase, role, schedule, layout.pool_of), []).append((phase, None))
                 continue
             pools = layout.pools_of(phase)
@@ -258,7 +268,7 @@ class _Simulation:
 
     def _start(self, phase: str, pool: str | None, ready: float) -> float:
         """Return when a phase could start, in its pools or in one of them."""
-        if pool is None and self.is_shared(phase):
+        if pool is None and self._layout.is_divided(phase):
             return ready
         pools = self._layout.pools_of(phase) if pool is None else [pool]
         return max([ready, *(self._free.get(each, 0.0) for each in pools)])
@@ -272,14 +282,6 @@ class _Simulation:
         self._free[pool] = self._start(phase, pool, ready) + taken
         self.shared[pool] += taken
         return self._free[pool]
-
-    def _divide(self, phase: str, ready: float) -> float:
-        """Simulate a phase that all its pools compute at the same time, each from when it is free."""
-        waiting, ends = {phase: _NUM_ROWS}, [ready]
-        while waiting[phase]:
-            pool = min(self._layout.pools_of(phase), key=lambda each: self._start(phase, each, ready))
-            ends.append(self._help(phase, pool, ready, waiting))
-        return max(ends)
 
     def _written(self) -> float:
         """Return the end of this step's generation, which may be before the step begins."""
@@ -305,8 +307,6 @@ class _Simulation:
         """Simulate a phase that could start at `ready`; it waits for its pools."""
         if phase not in self.seconds:
             return ready
-        if self.is_shared(phase):
-            return self._divide(phase, ready)
         taken, pools = self.seconds[phase] * share, self._layout.pools_of(phase)
         begins = {pool: max(ready, self._free.get(pool, 0.0)) for pool in pools}
         if phase == Phase.GENERATE:
@@ -316,6 +316,17 @@ class _Simulation:
             ends = dict.fromkeys(pools, max(begins.values(), default=ready) + taken)
         self._free |= ends
         return max(ends.values(), default=ready + taken)
+
+
+def _without_done(
+    chains: Mapping[str, list[tuple[str, str | None]]], shared: Mapping[str, int]
+) -> dict[str, list[tuple[str, str | None]]]:
+    """Return the chains that have phases left, without phases of which other chains have computed the last rows."""
+    left = {
+        chain: [(phase, pool) for phase, pool in phases if pool is None or shared[phase]]
+        for chain, phases in chains.items()
+    }
+    return {chain: phases for chain, phases in left.items() if phases}
 
 
 def _ends_of_pulled(taken: float, begins: Mapping[str, float], gpus: Mapping[str, int]) -> dict[str, float]:

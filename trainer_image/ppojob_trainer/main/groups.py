@@ -7,6 +7,7 @@ will use them, so that a typo costs seconds. The rollout engine takes longest to
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from functools import partial
 from typing import Any
 
 from ppojob_api.v1alpha1.engine import Engine
-from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.progress import LiveSettings
+from ppojob_api.v1alpha1.resolve import reward_workers
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.generation import OWN
-from ppojob_trainer.controller.layout import pools_of_roles, shared_role
+from ppojob_trainer.controller.layout import pools_of_copies, pools_of_roles
 from ppojob_trainer.controller.phases import Phase, Phases
 from ppojob_trainer.controller.ports import Ports
 from ppojob_trainer.engines.environment import pool_environment
@@ -98,7 +100,7 @@ class Groups:
 
     def others(self) -> list[WorkerGroup[Any]]:
         """Return the processes of all groups but the engines."""
-        scores = (self.reward.function, self.reward.model)
+        scores = (self.reward.function, *self.reward.models.values())
         groups = (self.data, *scores, self.actor, self.critic, *self.own_refs.values())
         return [*(group.group for group in groups if group is not None), *self.custom]
 
@@ -132,11 +134,10 @@ def continuing_roles(spec: PPOJobSpec) -> dict[str, frozenset[str]]:
     placed = pools_of_roles(spec)
     if spec.pool(placed["data"]).elastic is not None:
         placed["data"] = placed["actor"]
-    without = {worker.name for worker in spec.workers}
+    # The reward function may have workers in several pools.
+    without = {Role.REWARD.value, *(worker.name for worker in spec.workers)}
     if spec.model.reference_is_actor:
         without.add(Role.REF)
-    if spec.reward.function is None:
-        without.add("reward")
     own = {role for role, one in {"actor": spec.actor, "critic": spec.critic}.items() if one.engine is not Engine.FSDP}
     if "actor" in own:
         own |= {role for role in placed if base_role(role) == Role.REF}
@@ -146,6 +147,8 @@ def continuing_roles(spec: PPOJobSpec) -> dict[str, frozenset[str]]:
         of_pool.setdefault(pool, set()).add(role)
         if (role == OWN or role.startswith(f"{OWN}_")) and spec.rollout.tensor_parallel_size > 1:
             of_pool[pool].add(f"{role}{_HOLDER}")
+    for pool in reward_workers(spec):
+        of_pool.setdefault(pool, set()).add(Role.REWARD)
     return {pool: frozenset(roles) for pool, roles in of_pool.items() if not roles & own}
 
 
@@ -165,13 +168,12 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
     data_pool = where.get("data", where["actor"])
     data = DataGroup(launcher.start("data", partial(DataWorker, spec=spec), data_pool, data_pool.bundles[:1]))
-    own, *others = spec.placement.rollout_pools
-    roles = {OWN: own, **{shared_role(pool): pool for pool in others}}
+    generating = spec.placement.rollout_pools
     rollouts = {
         role: _rollout(launcher, spec, role, pools[pool])
         if pool in pools
         else _elastic_rollout(launcher, spec, role, pool, data)
-        for role, pool in roles.items()
+        for role, pool in pools_of_copies(OWN, generating).items()
     }
     rollout, shared = rollouts[OWN], {role: one for role, one in rollouts.items() if role != OWN}
     actor = ActorGroup(on_gpus("actor", ActorWorker), spec)
@@ -184,16 +186,13 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
         user.start(launcher, where[user.spec.name], pool_environment(spec, user.spec.pool)) for user in users
     )
     critic = CriticGroup(on_gpus("critic", CriticWorker), spec) if "critic" in where else None
-    model_scores = ModelScores(on_gpus("reward_model", RewardModelWorker)) if "reward_model" in where else None
-    models = {"actor": actor, "critic": critic, **refs, "reward_model": model_scores}
-    neighbours = [
-        model.group
-        for role, model in models.items()
-        if model is not None and not isinstance(model, AdaptersOff) and where[role].name in spec.placement.rollout_pools
-    ]
+    judges = {role: ModelScores(on_gpus(role, RewardModelWorker)) for role in where if base_role(role) == REWARD_MODEL}
+    models = {"actor": actor, "critic": critic, **refs, **judges}
+    with_engines = [model for role, model in models.items() if model is not None and where[role].name in generating]
+    neighbours = [model.group for model in with_engines if not isinstance(model, AdaptersOff)]
     return Groups(
         data=data,
-        reward=RewardGroup(_reward_function(launcher, spec, where["reward"]), model_scores, spec),
+        reward=RewardGroup(_reward_function(launcher, spec, pools), judges, spec),
         rollout=rollout,
         shared=shared,
         actor=actor,
@@ -240,11 +239,15 @@ def _elastic_rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: str,
     return ElasticRolloutGroup(spec, pool, NodesOfPool(spec, pool), start, none, data.keep)
 
 
-def _reward_function(launcher: Launcher, spec: PPOJobSpec, pool: PlacedPool) -> FunctionScores | None:
+def _reward_function(launcher: Launcher, spec: PPOJobSpec, pools: Mapping[str, PlacedPool]) -> FunctionScores | None:
     if spec.reward.function is None:
         return None
-    bundles = [pool.bundles[number % len(pool.bundles)] for number in range(spec.reward.function.num_workers)]
-    return FunctionScores(launcher.start("reward", partial(RewardWorker, spec=spec), pool, bundles), spec)
+    group = launcher.none_of("reward", RewardWorker)
+    for name, number in reward_workers(spec).items():
+        bundles = itertools.islice(itertools.cycle(pools[name].bundles), number)
+        make = partial(RewardWorker, spec=spec)
+        group = group.extended_by(launcher.start("reward", make, pools[name], list(bundles), first_rank=len(group)))
+    return FunctionScores(group, spec)
 
 
 @dataclass(frozen=True)
@@ -320,8 +323,7 @@ async def _load_rollout(role: str, rollout: RolloutGroup, phases: Phases, is_fre
 async def _check(groups: Groups, phases: Phases) -> int:
     """Check paths, data and reward; return the steps of an epoch."""
     checks: dict[str, Any] = {"actor": groups.actor.group.call(ActorWorker.check)}
-    if groups.reward.model is not None:
-        checks["reward_model"] = groups.reward.model.group.call(RewardModelWorker.check)
+    checks |= {role: model.group.call(RewardModelWorker.check) for role, model in groups.reward.models.items()}
     if groups.critic is not None:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
     checks |= {role: ref.group.call(RefWorker.check) for role, ref in groups.own_refs.items()}
@@ -346,7 +348,7 @@ async def _sizes(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, 
         "actor": (groups.actor, spec.actor.engine),
         "critic": (groups.critic, spec.critic.engine),
         **{role: (ref, spec.actor.engine) for role, ref in groups.own_refs.items()},
-        "reward_model": (groups.reward.model, Engine.FSDP),
+        **{role: (model, Engine.FSDP) for role, model in groups.reward.models.items()},
     }
     sized = {
         role: one.group.call(TrainedWorker.size)
@@ -377,8 +379,7 @@ async def _load_models(
     if groups.critic is not None:
         loads["critic"] = (groups.critic.group, CriticWorker.load, gathered["critic"], total_steps)
     loads |= {role: (ref.group, RefWorker.load, gathered[role], total_steps) for role, ref in groups.own_refs.items()}
-    if groups.reward.model is not None:
-        loads["reward_model"] = (groups.reward.model.group, RewardModelWorker.load)
+    loads |= {role: (model.group, RewardModelWorker.load) for role, model in groups.reward.models.items()}
     loading = {
         role: asyncio.create_task(phases.run(Phase.LOAD, role, 0, _load(*load)), name=f"load {role}")
         for role, load in loads.items()

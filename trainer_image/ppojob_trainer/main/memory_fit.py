@@ -138,7 +138,7 @@ def pool_memory(
 
 
 def needs(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str, list[Need]]:
-    """Return what the roles in `sizes` (actor, critic, ref or its copies, reward_model) need, by pool."""
+    """Return what the roles in `sizes` (actor, critic, ref and reward_model or their copies) need, by pool."""
     found: dict[str, list[Need]] = {}
     model, batch, pool_of = spec.model, spec.data.train_batch_size, pools_of_roles(spec)
     trained: dict[str, tuple[TrainedModel, ActorSpec | CriticSpec]] = {

@@ -45,7 +45,7 @@ def _workload(
 ) -> dict[str, Any]:
     """Return workload W of tests/bench: 256 prompts of 130 tokens, responses of 512, four minibatches."""
     training = {"miniBatchSize": 64, "maxTokensPerGPU": tokens}
-    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
+    split = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": ["critic"]}
     spec: dict[str, Any] = {
         "image": "none",
         "model": {"actor": {"path": f"hf://{shape}", **options}, "critic": dict(options)},

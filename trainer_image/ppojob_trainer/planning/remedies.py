@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.pool import PoolPlan, RolePlan, most_planned
@@ -38,7 +39,7 @@ def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
         if found.stays_gathered:
             yield need.activations / 2, f"model.{name}.reshardAfterForward: true"
     length = spec.data.max_prompt_length + spec.data.max_response_length
-    section = "critic" if role.name == "critic" else "model.reward" if role.name == "reward_model" else "actor"
+    section = {Role.CRITIC.value: "critic", REWARD_MODEL: "model.reward"}.get(base_role(role.name), "actor")
     # A group of ranks that divide a sequence has a budget of as many times these tokens.
     halved = max(math.ceil(length / role.dims(spec).slices), role.max_tokens // 2)
     if halved < role.max_tokens:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
+from ppojob_api.v1alpha1.pools import REWARD_MODEL
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.batch import MicroBatch, MicroBatchPlan, build_micro_batches
 from ppojob_trainer.engines.train.fsdp.experts import active_share, expert_modules
@@ -68,7 +69,7 @@ def measure_stage(work: Work, stage: int) -> Measured:
         module = _built(work, parallel)
         counted = _counted(module, work.config)
         compile_on_fake_tensors(module)
-        micro = None if work.kind == "reward_model" else _micro_batch(work, work.sequences, parallel)
+        micro = None if work.kind == REWARD_MODEL else _micro_batch(work, work.sequences, parallel)
         updated = None if work.training is None else _micro_batch(work, work.update_sequences, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True), live:
             allocate(module, parallel.device)
@@ -102,7 +103,7 @@ def _kinds(parallel: ParallelMesh) -> dict[str, str]:
 
 
 def _built(work: Work, parallel: ParallelMesh) -> nn.Module:
-    if work.kind == "reward_model":
+    if work.kind == REWARD_MODEL:
         return build_reward_model(work.config, work.options, parallel)[0]
     build: Any = build_critic if work.kind == "critic" else build_policy
     module: nn.Module = build(work.config, work.options, parallel)[0]

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.engine import Engine
 from ppojob_api.v1alpha1.model import FrozenModel, TrainedModel
-from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.controller.layout import pools_of_roles
@@ -110,15 +110,17 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
         field, path = ("model.critic.path", own.path) if own.path else ("model.actor.path", actor.path)
         source = ModelSource(path, own.trust_remote_code, has_output_layer=False, lora=own.lora)
         found.append(find("critic", field, source, own, spec.critic))
-    references = [role for role in pools_of_roles(spec) if base_role(role) == Role.REF]
+    references, judges = (
+        [role for role in pools_of_roles(spec) if base_role(role) == base] for base in (Role.REF, REWARD_MODEL)
+    )
     if references and not model.reference_is_actor:
         field, path = ("model.ref.path", model.ref.path) if model.ref.path else ("model.actor.path", actor.path)
         trusts = (model.ref if model.ref.path else actor).trust_remote_code
         source = ModelSource(path, trusts)
         found += [find(role, field, source, model.ref, spec.actor) for role in references]
-    if "reward_model" in pools_of_roles(spec) and model.reward is not None:
+    if judges and model.reward is not None:
         source = ModelSource(model.reward.path, model.reward.trust_remote_code, has_output_layer=False)
-        found.append(find("reward_model", "model.reward.path", source, None, None))
+        found += [find(role, "model.reward.path", source, None, None) for role in judges]
     check_heads(found[0].config.get_text_config(), "rollout.tensorParallelSize", spec.rollout.tensor_parallel_size)
     return {role.name: role for role in found}
 
@@ -163,7 +165,7 @@ def passes_of(spec: PPOJobSpec, role: PlannedRole) -> Passes:
     length = spec.data.max_prompt_length + spec.data.max_response_length
     samples = spec.rollout.samples_per_prompt
     whole = _rows(spec.data.train_batch_size * samples, ranks)
-    if role.name == "reward_model":
+    if base_role(role.name) == REWARD_MODEL:
         parts = padded_parts([length] * whole, role.max_tokens)
         return Passes(max(map(len, parts)), 0, len(parts), 0, 0)
     most = role.max_tokens * dims.slices

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.pools import base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.cost_model import Observation, fit_phase
 from ppojob_trainer.controller.layout import layout_of
@@ -147,11 +147,11 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
 def _network_bytes(
     spec: PPOJobSpec, phase: str, source: str, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]
 ) -> Counter[str]:
-    """Return what enters a rank's host from others in a phase; of several pools with the reference, the most of any."""
-    copies = [name for name in roles if base_role(name) == Role.REF] if phase == Phase.REF else []
+    """Return what enters a rank's host from others in a phase; of several pools with the model, the most of any."""
     found = Counter[str]()
-    for name in copies or [source]:
-        found |= network_bytes(spec, roles[name], measured[name], is_update=phase in _UPDATES)
+    for name in roles:
+        if base_role(name) == source:
+            found |= network_bytes(spec, roles[name], measured[name], is_update=phase in _UPDATES)
     return found
 
 

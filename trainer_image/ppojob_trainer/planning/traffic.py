@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import PretrainedConfig
 
-from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
@@ -87,10 +87,10 @@ def _gathered_from_other_hosts(spec: PPOJobSpec, actor: Measured) -> float:
 
 
 def _share(spec: PPOJobSpec, role: PlannedRole) -> float:
-    """Return which part of the batch a role computes: of several pools with the reference, each has one."""
-    if base_role(role.name) != Role.REF:
-        return 1.0
-    return spec.pool(role.pool).gpus / sum(spec.pool(pool).gpus for pool in spec.placement.ref_pools)
+    """Return which part of the batch a role computes: of several pools with a copy of the model, each has one."""
+    copies = {Role.REF.value: spec.placement.ref_pools, REWARD_MODEL: spec.placement.reward_pools}
+    pools = copies.get(base_role(role.name), (role.pool,))
+    return spec.pool(role.pool).gpus / sum(spec.pool(pool).gpus for pool in pools)
 
 
 def _are_on_one_host(spec: PPOJobSpec) -> bool:

@@ -54,7 +54,7 @@ class Launcher:
 
     def none_of(self, role: str, worker: type[W]) -> WorkerGroup[W]:
         """Return a role's group without any process yet."""
-        return WorkerGroup[W](role, (), self.timeout_s, observations=self.observations, attempt=self.attempt)
+        return self._group(role, ())
 
     def start(
         self,
@@ -78,7 +78,7 @@ class Launcher:
             first_rank: of these processes, if the role has others that were started before.
         """
         if kept := self.survivors.of_role(pool.name, role):
-            return WorkerGroup(role, kept, self.timeout_s, observations=self.observations, attempt=self.attempt)
+            return self._group(role, kept, first_rank)
         processes: list[ActorHandle[Any]] = []
         for rank, bundle in enumerate(bundles, first_rank):
             local_world_size = sum(other.node_id == bundle.node_id for other in bundles)
@@ -107,6 +107,9 @@ class Launcher:
                 options["runtime_env"] = {"env_vars": dict(environment)}
             started = ray.remote(WorkerProcess).options(**options).remote(context, make)
             processes.append(cast("ActorHandle[Any]", started))
+        return self._group(role, processes, first_rank)
+
+    def _group(self, role: str, processes: Sequence[ActorHandle[Any]], first_rank: int = 0) -> WorkerGroup[Any]:
         ranks = range(first_rank, first_rank + len(processes))
         return WorkerGroup(
             role, processes, self.timeout_s, observations=self.observations, ranks=ranks, attempt=self.attempt

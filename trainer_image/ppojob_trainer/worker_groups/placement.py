@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppojob_api.v1alpha1.constants import POOL_RESOURCE_PREFIX
 from ppojob_api.v1alpha1.pools import Pool, Role
-from ppojob_api.v1alpha1.resolve import roles
+from ppojob_api.v1alpha1.resolve import reward_workers, roles
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
@@ -147,8 +147,7 @@ def bundle_resources(spec: PPOJobSpec, pool: Pool) -> dict[str, float]:
     in_pool = [role for role, placed in roles(spec) if placed.name == pool.name]
     # Each role at most once per bundle, the data worker, and the user-defined workers spread over the bundles.
     processes = len(in_pool) + 1
-    if Role.REWARD in in_pool and spec.reward.function is not None:
-        processes += math.ceil(spec.reward.function.num_workers / pool.gpus)
+    processes += math.ceil(reward_workers(spec).get(pool.name, 0) / pool.gpus)
     processes += sum(math.ceil(worker.num_workers / pool.gpus) for worker in spec.workers if worker.pool == pool.name)
     resources = {POOL_RESOURCE_PREFIX + pool.name: 1.0, "CPU": round(processes * CPUS_PER_PROCESS, 4)}
     return {**resources, "GPU": 1.0} if spec.device is Device.CUDA else resources

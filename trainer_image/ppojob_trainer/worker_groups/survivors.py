@@ -127,9 +127,9 @@ async def find_survivors(names: Names, roles: Mapping[str, frozenset[str]], *, c
     found = [one for one in _listed() if can_continue and one.key == names.key and one.pool in roles]
     groups = {pool: placed[0] for pool in roles if len(placed := _placed_groups(f"{names.key}/{pool}/")) == 1}
     whole = {
-        pool: processes
+        pool: of_pool
         for pool in groups
-        if (processes := _by_role(one for one in found if one.pool == pool)).keys() >= roles[pool]
+        if (of_pool := _by_role(one for one in found if one.pool == pool)).keys() >= roles[pool]
     }
     answers: list[dict[tuple[str, int], Path] | None]
     answers = await asyncio.gather(*(_renewed(pool, of_pool, names.attempt) for pool, of_pool in whole.items()))
@@ -137,7 +137,7 @@ async def find_survivors(names: Names, roles: Mapping[str, frozenset[str]], *, c
     survivors = Survivors(
         names,
         roles,
-        {pool: whole[pool] for pool in logs},
+        {pool: {role: [one.process for one in ones] for role, ones in whole[pool].items()} for pool in logs},
         {pool: get_placement_group(groups[pool]) for pool in logs},
         {which: path for of_pool in logs.values() for which, path in of_pool.items()},
     )
@@ -183,21 +183,19 @@ def _listed() -> list[_Listed]:
     return found
 
 
-def _by_role(listed: Iterable[_Listed]) -> dict[str, list[ActorHandle[Any]]]:
+def _by_role(listed: Iterable[_Listed]) -> dict[str, list[_Listed]]:
     """Return the processes of a pool, in the order of ranks, without the roles that have lost some."""
     of_role: dict[str, list[_Listed]] = defaultdict(list)
     for one in sorted(listed, key=lambda one: one.rank):
         of_role[one.role].append(one)
-    return {role: [one.process for one in ones] for role, ones in of_role.items() if len(ones) == ones[0].number}
+    return {role: ones for role, ones in of_role.items() if len(ones) == ones[0].number}
 
 
 async def _renewed(
-    pool: str, roles: Mapping[str, Sequence[ActorHandle[Any]]], attempt: int
+    pool: str, roles: Mapping[str, Sequence[_Listed]], attempt: int
 ) -> dict[tuple[str, int], Path] | None:
     """Ask the processes of a pool to continue; return the log file of each, or None if one of them cannot."""
-    asked = {
-        (role, rank): process.renew.remote(attempt) for role, of in roles.items() for rank, process in enumerate(of)
-    }
+    asked = {(one.role, one.rank): one.process.renew.remote(attempt) for ones in roles.values() for one in ones}
     try:
         answers: list[Path] = await asyncio.wait_for(asyncio.gather(*asked.values()), _ASK_S)
     except (TimeoutError, RayError) as error:

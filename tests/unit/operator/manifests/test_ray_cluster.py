@@ -135,10 +135,23 @@ def test_ray_counts_a_cpu_for_each_gpu_and_each_scorer_even_where_there_are_fewe
             {"name": "critic", "gpusPerNode": 1},
         ],
         reward={"function": {"module": "m", "numWorkers": scorers}},
-        placement={"actor": "actor", "critic": "critic", "reward": "actor" if is_reward_here else "critic"},
+        placement={"actor": "actor", "critic": "critic", "reward": ["actor" if is_reward_here else "critic"]},
     )
 
     assert logical_cpus(spec, spec.pools[0]) == expected
+
+
+def test_scorers_in_several_pools_count_where_they_run(make_spec: MakeSpec) -> None:
+    spec = make_spec(
+        pools=[
+            {"name": "actor", "gpusPerNode": 2, "resourcesPerGPU": {"cpu": "100m"}},
+            {"name": "critic", "gpusPerNode": 1, "resourcesPerGPU": {"cpu": "100m"}},
+        ],
+        reward={"function": {"module": "m", "numWorkers": 6}},
+        placement={"actor": "actor", "critic": "critic", "reward": ["critic", "actor"]},
+    )
+
+    assert [logical_cpus(spec, pool) for pool in spec.pools] == [2 + 4, 1 + 2]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_job_that_ran_for_long_has_the_whole_startup_deadline_for_its_new_pods
         ({"pools": [{**ACTOR, "nodeSelector": {"gpu-type": "h200"}}, CRITIC]}, False),
         (TWO_SLICES, True),
         ({"schedule": {"mode": "Serial"}}, True),
-        ({"placement": {"actor": "actor", "critic": "critic", "reward": "actor"}}, True),
+        ({"placement": {"actor": "actor", "critic": "critic", "reward": ["actor"]}}, True),
         ({"placement": {"actor": "actor", "critic": "critic", "rollout": ["critic"]}}, True),
         ({"image": "trainer:2"}, False),
         ({"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}, False),

@@ -128,13 +128,19 @@ class FakeRef:
 
 
 class FakeScores:
-    """A way of scoring: `reward` is the function, `reward_model` the model."""
+    """A way of scoring: `reward` is the function, `reward_model` the model, `reward_model_copy` that of another pool.
 
-    def __init__(self, world: World, what: str, column: str) -> None:
-        self.world, self.what, self.column = world, what, column
+    Of validations, only the model takes time: `judge`, or `judge_copy`.
+    """
+
+    def __init__(self, world: World, what: str, column: str, suffix: str = "") -> None:
+        self.world, self.what, self.column, self.suffix = world, what, column, suffix
 
     async def compute_scores(self, batch: FakeBatch) -> FakeBatch:
-        await self.world.phase(self.what, int(batch.columns["step"]), len(batch))
+        if "step" in batch.columns:
+            await self.world.phase(f"{self.what}{self.suffix}", int(batch.columns["step"]), len(batch))
+        elif self.what == "reward_model":
+            await self.world.phase(f"judge{self.suffix}")
         return FakeBatch(len(batch), {self.column: number_of(self.what, batch.columns["response"])})
 
     def metrics(self, scores: FakeBatch) -> Metrics:
@@ -142,13 +148,15 @@ class FakeScores:
 
 
 class FakeReward:
-    def __init__(self, world: World, ways: str) -> None:
+    def __init__(self, world: World, ways: str, copies: Sequence[str]) -> None:
         self.world, both = world, ways == "Both"
         self.function = FakeScores(world, "reward", "of_function" if both else "score") if ways != "Model" else None
-        self.model = FakeScores(world, "reward_model", "of_model" if both else "score") if ways != "Function" else None
+        suffixes = {"reward_model": "", **dict.fromkeys(copies, "_copy")} if ways != "Function" else {}
+        column = "of_model" if both else "score"
+        self.models = {role: FakeScores(world, "reward_model", column, suffix) for role, suffix in suffixes.items()}
 
     async def total(self, batch: FakeBatch) -> tuple[FakeBatch, Metrics]:
-        if self.function is None or self.model is None:
+        if self.function is None or not self.models:
             return batch, {}
         score = batch.columns["of_function"] + batch.columns["of_model"]
         return batch.union(FakeBatch(len(batch), {"score": score})), {"reward/model/mean": batch.columns["of_model"]}
@@ -161,9 +169,8 @@ class FakeReward:
             for prompt, sample in batch.rows
         ]
 
-    async def validate(self, batch: FakeBatch) -> Metrics:
-        if self.model is not None:
-            await self.world.phase("judge")
+    async def validate(self, batch: FakeBatch, scores: Sequence[FakeBatch]) -> Metrics:
+        assert [len(each) for each in scores] == [len(batch)] * ((self.function is not None) + bool(self.models))
         return {"val-core/score/mean": batch.columns["response"]}
 
 
@@ -243,10 +250,11 @@ def fake_ports(
     has_ref: bool = True,
     ref_copies: Sequence[str] = (),
     reward: str = "Function",
+    reward_copies: Sequence[str] = (),
     hooks: Sequence[HookPoint] = (),
     shared: Sequence[str] = (),
 ) -> Ports[FakeBatch]:
-    """Return all ports of a world. ref_copies: roles of the reference in further pools."""
+    """Return all ports of a world. ref_copies, reward_copies: roles of reference and reward model in further pools."""
     copies = {role: FakeRef(world, "ref_copy") for role in ref_copies}
     return Ports(
         data=FakeData(world),
@@ -254,7 +262,7 @@ def fake_ports(
         actor=FakeActor(world),
         critic=FakeCritic(world) if has_critic else None,
         refs={"ref": FakeRef(world, "ref"), **copies} if has_ref else {},
-        reward=FakeReward(world, reward),
+        reward=FakeReward(world, reward, reward_copies),
         advantages=FakeAdvantages(world),
         weights=FakeWeights(world),
         hooks=[FakeHook(world, point) for point in hooks],

@@ -33,7 +33,9 @@ ROLE_OF = {
     "ref": "ref",
     "ref_copy": "ref_copy",
     "reward_model": "reward_model",
+    "reward_model_copy": "reward_model_copy",
     "judge": "reward_model",
+    "judge_copy": "reward_model_copy",
     "hook_Score": "shaper",
     "hook_Step": "shaper",
 }

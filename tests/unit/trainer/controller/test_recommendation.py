@@ -12,7 +12,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.controller.recommendation import Recommendation, recommend
 
-SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": "critic"}
+SPLIT = {"actor": "actor", "rollout": ["actor"], "critic": "critic", "ref": ["critic"], "reward": ["critic"]}
 ONE_POOL = {"actor": "actor"}
 # Generation and the actor's phases take nearly all of the step, and the critic's GPUs wait.
 QUIET_CRITIC = {
@@ -226,6 +226,21 @@ def test_a_copy_of_the_reference_is_offered_where_it_has_room(
 
     assert ("a copy of the reference" in text) is is_offered
     assert (COPY in text) is is_offered
+
+
+@pytest.mark.parametrize(
+    ("reward", "pools", "is_offered"),
+    [("Model", ["critic"], True), ("Model", ["actor", "critic"], False), ("Function", ["critic"], False)],
+)
+def test_a_copy_of_the_reward_model_is_offered(reward: str, pools: list[str], is_offered: bool) -> None:
+    model: dict[str, Any] = {"actor": {"path": "/m"}, "reward": {"path": "/rm"}}
+    sections: dict[str, Any] = {"reward": {"type": "Model"}, "model": model} if reward == "Model" else {}
+    spec = spec_of({"actor": (1, 1), "critic": (1, 2)}, {**SPLIT, "reward": pools}, **sections)
+    long_reward = {**EVEN, "values": 2.0, "ref": 1.0, "reward_model": 4.0}
+
+    text = found(spec, steps_of(long_reward)).text
+
+    assert ("a copy of the reward model in pool actor (placement.reward) would save" in text) is is_offered
 
 
 @pytest.mark.parametrize(("number", "is_known"), [(0, False), (2, False), (3, True), (40, True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +15,7 @@ from ppojob_api.v1alpha1.constants import Reason
 from ppojob_api.v1alpha1.engine import Engine, EngineClass
 from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.reward import RewardFunction, RewardSpec, RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_api.v1alpha1.workers import WorkerSpec
@@ -111,7 +112,7 @@ def made(story: Story, shared: Sequence[str]) -> Groups:
 
     return Groups(
         data=story.role("data"),
-        reward=cast("Any", SimpleNamespace(function=story.role("reward"), model=None)),
+        reward=cast("Any", SimpleNamespace(function=story.role("reward"), models={})),
         rollout=cast("Any", _Rollout(story, "rollout")),
         shared={f"rollout_{pool}": cast("Any", _Rollout(story, f"rollout_{pool}")) for pool in shared},
         actor=story.role("actor"),
@@ -255,6 +256,13 @@ class _Launched:
     def using(self, meta: object) -> _Launched:
         return self
 
+    def extended_by(self, other: _Launched) -> _Launched:
+        return other
+
+
+def launcher_of(start: Callable[..., Any]) -> Any:
+    return SimpleNamespace(start=start, none_of=lambda role, _: _Launched(role))
+
 
 def test_a_users_class_that_is_not_there_is_named_before_any_process_starts(tmp_path: Path) -> None:
     (tmp_path / "shaper.py").write_text("")
@@ -278,9 +286,8 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
     bundles = (Bundle(0, "node"),)
     pools = {name: PlacedPool(name, cast("Any", None), bundles, 0.5) for name in ("a", "c")}
-    launcher = cast("Any", SimpleNamespace(start=lambda role, *_, **__: _Launched(role)))
 
-    launched = groups.launch(spec_of("CUDA", shared), pools, launcher)
+    launched = groups.launch(spec_of("CUDA", shared), pools, launcher_of(lambda role, *_, **__: _Launched(role)))
 
     _, rollouts, _, beside = given
     assert [rollout.pool for rollout in rollouts] == ["a", *shared]
@@ -288,7 +295,7 @@ def test_the_models_beside_engines_of_any_pool_make_room_for_the_weights(
     assert {group.role for group in beside} == neighbours
 
 
-def test_a_reference_in_several_pools_has_processes_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_in_several_pools_have_processes_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(groups, "WeightsGroup", lambda *arguments: given.extend(arguments))
     pools = {name: PlacedPool(name, cast("Any", None), (Bundle(0, "node"),), 0.5) for name in ("a", "c")}
@@ -299,12 +306,70 @@ def test_a_reference_in_several_pools_has_processes_in_each(monkeypatch: pytest.
         return _Launched(role)
 
     spec = spec_of("CUDA", [])
-    spec = spec.model_copy(update={"placement": spec.placement.model_copy(update={"ref": ["a", "c"]})})
+    placement = spec.placement.model_copy(update={"ref": ["a", "c"], "reward": ["a", "c"]})
+    spec = spec.model_copy(update={"placement": placement, "reward": RewardSpec(type=RewardType.MODEL)})
 
-    launched = groups.launch(spec, pools, cast("Any", SimpleNamespace(start=start)))
+    launched = groups.launch(spec, pools, launcher_of(start))
 
     assert {role: placed[role] for role in launched.refs} == {"ref": "a", "ref_c": "c"}
-    assert launched.ports().refs == launched.refs
-    assert {group.role for group in launched.others()} >= {"ref", "ref_c"}
+    assert {role: placed[role] for role in launched.reward.models} == {"reward_model": "a", "reward_model_c": "c"}
+    assert (launched.ports().refs, launched.reward.function) == (launched.refs, None)
+    assert {group.role for group in launched.others()} >= {"ref", "ref_c", "reward_model", "reward_model_c"}
     _, _, _, beside = given
-    assert {group.role for group in beside} == {"actor", "ref"}, "the copy is in a pool without engines"
+    assert {group.role for group in beside} == {"actor", "ref", "reward_model"}, "c is a pool without engines"
+
+
+def test_the_workers_of_a_reward_function_are_divided_over_its_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "WeightsGroup", lambda *_: None)
+    nodes = {"a": ("one", "one", "two"), "c": ("three",)}
+    pools = {
+        name: PlacedPool(name, cast("Any", None), tuple(Bundle(at, node) for at, node in enumerate(of_pool)), 0.5)
+        for name, of_pool in nodes.items()
+    }
+    started: list[tuple[str, int, list[int]]] = []
+
+    class Group(_Launched):
+        def __init__(self, number: int) -> None:
+            super().__init__("reward")
+            self.number = number
+
+        def __len__(self) -> int:
+            return self.number
+
+        def extended_by(self, other: _Launched) -> Group:
+            return Group(self.number + len(other))
+
+    def start(
+        role: str, make: object, pool: PlacedPool, bundles: Sequence[Bundle], first_rank: int = 0, **_: object
+    ) -> Any:
+        if role != "reward":
+            return _Launched(role)
+        started.append((pool.name, first_rank, [bundle.index for bundle in bundles]))
+        return Group(len(bundles))
+
+    spec = spec_of("CPU", [])
+    reward = RewardSpec(function=RewardFunction(module="r", num_workers=6))
+    placement = spec.placement.model_copy(update={"reward": ["a", "c"]})
+    sized = [pool.model_copy(update={"gpus_per_node": len(nodes[pool.name])}) for pool in spec.pools]
+    spec = spec.model_copy(update={"placement": placement, "reward": reward, "pools": sized})
+    launcher = SimpleNamespace(start=start, none_of=lambda *_: Group(0))
+
+    launched = groups.launch(spec, pools, cast("Any", launcher))
+
+    assert started == [("a", 0, [0, 1, 2, 0]), ("c", 4, [0, 0])]
+    assert launched.reward.function is not None
+    assert len(launched.reward.function.group) == 6
+
+
+async def test_each_copy_of_a_reward_model_is_checked_and_loaded(story: Story) -> None:
+    models = {role: story.role(role) for role in ("reward_model", "reward_model_c")}
+    made_here = replace(made(story, []), reward=cast("Any", SimpleNamespace(function=None, models=models)))
+    spec = spec_of("CUDA", [])
+    placement = spec.placement.model_copy(update={"reward": ["a", "c"]})
+    spec = spec.model_copy(update={"placement": placement, "reward": RewardSpec(type=RewardType.MODEL)})
+
+    await groups.make_ready(made_here, spec, Phases({}, 60.0))
+
+    for role in models:
+        assert story.told.index(f"{role} check") < story.told.index(f"{role} load")
+    assert story.told.index("reward_model load") < story.told.index("rollout measures"), "it is on the engine's GPU"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ppojob_api.v1alpha1.model import FrozenOffload
+from ppojob_api.v1alpha1.model import FrozenOffload, RewardModel
 from ppojob_api.v1alpha1.resolve import resolve
+from ppojob_api.v1alpha1.reward import RewardSpec, RewardType
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
@@ -212,6 +213,21 @@ def test_each_pool_of_the_reference_counts_its_copy() -> None:
     assert weights == {("a", "actor"): 2, ("c", "critic"): 4, ("a", "ref"): 1, ("c", "ref_c"): 2}
     assert stay_gathered(both, {"ref_c": thin(80)["ref"]})["ref_c"]
     assert stay_gathered(both, {}) == {"actor": False, "critic": False, "ref": False, "ref_c": False}
+
+
+def test_each_pool_of_the_reward_model_counts_its_copy() -> None:
+    spec = spec_of()
+    placement = spec.placement.model_copy(update={"reward": ["a", "c"]})
+    model = spec.model.model_copy(update={"reward": RewardModel(path="/rm")})
+    reward = RewardSpec(type=RewardType.MODEL)
+    both = spec.model_copy(update={"placement": placement, "model": model, "reward": reward})
+    small = ModelSize(GB, 80 * GB, layers=1, hidden=1, intermediate=1)
+
+    found = needs(both, {"reward_model": small, "reward_model_c": small})
+
+    weights = {(pool, need.role): need.weights / GB for pool, roles in found.items() for need in roles}
+    assert weights == {("a", "reward_model"): 1, ("c", "reward_model_c"): 2}
+    assert stay_gathered(both, {"reward_model": small}) == {"actor": False, "critic": False, "ref": False}
 
 
 # 1 B parameters, with next to no activations: on two GPUs a trained one has 8 GB each, and stays gathered in 6 more.

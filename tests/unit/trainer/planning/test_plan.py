@@ -15,7 +15,7 @@ from ppojob_trainer.planning import ShapeNotFoundError, plan_job
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.layouts import plan_other_sizes
-from ppojob_trainer.planning.plan import Plan, _exported
+from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
@@ -52,7 +52,7 @@ def test_offloaded_moments_leave_while_another_role_computes(tmp_path: Path) -> 
 
 def test_pools_have_their_own_roles_and_gpus(tmp_path: Path) -> None:
     pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 1}]
-    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": "c"}
+    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": ["c"]}
     spec = job(write_config(tmp_path), pools=pools, placement=placement)
     found = plan_job(spec, gpus_of_pools(["a", "c"], ["H200", "c=L40S"]), runner=stub)
 
@@ -60,32 +60,6 @@ def test_pools_have_their_own_roles_and_gpus(tmp_path: Path) -> None:
     assert names == {"a": (["actor"], "H200"), "c": (["critic", "ref"], "L40S")}
     assert found.pools[1].memory.training == (80 + 9) * MB
     assert found.pools[1].engine is None
-
-
-def test_a_reference_in_two_pools_is_planned_in_both_and_they_share_its_seconds(tmp_path: Path) -> None:
-    pools = [{"name": "a", "gpusPerNode": 1}, {"name": "c", "gpusPerNode": 1}]
-
-    def planned(ref: list[str]) -> Plan:
-        placement = {"actor": "a", "critic": "c", "ref": ref, "reward": "c"}
-        spec = job(write_config(tmp_path), pools=pools, placement=placement)
-        return plan_job(spec, gpus_of_pools(["a", "c"], ["H200"]), runner=stub)
-
-    both, one = planned(["a", "c"]), planned(["c"])
-
-    names = {pool.name: [role.role.name for role in pool.roles] for pool in both.pools}
-    assert names == {"a": ["actor", "ref"], "c": ["critic", "ref_c"]}
-    assert both.pools[0].memory.training - one.pools[0].memory.training == 9 * MB
-    assert both.pools[1].memory.training == one.pools[1].memory.training
-    works = [
-        workload_of(
-            found.spec,
-            {name: role.role for name, role in found.roles.items()},
-            {name: role.measured for name, role in found.roles.items()},
-        )
-        for found in (both, one)
-    ]
-    assert works[0].operations["ref"] == works[1].operations["ref"] > 0
-    assert [work.gpus["ref"] for work in works] == [2, 1]
 
 
 def test_what_does_not_fit_is_named_with_fields_to_change(tmp_path: Path) -> None:
@@ -126,7 +100,7 @@ def test_a_share_without_room_for_a_sequence_does_not_fit(tmp_path: Path) -> Non
 
 def test_other_sizes_are_planned_and_each_role_is_measured_once_for_each_size(tmp_path: Path) -> None:
     pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 2}]
-    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": "c"}
+    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": ["c"]}
     spec = job(write_config(tmp_path), pools=pools, placement=placement)
     measured: list[tuple[str, int]] = []
 

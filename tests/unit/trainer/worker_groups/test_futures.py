@@ -123,6 +123,7 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
         ("critic", "lower critic.maxTokensPerGPU, or"),
         ("ref_critic", "lower actor.maxTokensPerGPU, which is ref's too, or"),
         ("rollout", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
+        ("reward_model_critic", "lower model.reward.maxTokensPerGPU, or"),
         ("rollout_critic", "lower rollout.maxNumSeqs, rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or"),
         ("reward", "lower reward.function.numWorkers, or"),
         ("of_a_user", "during run: give the pool more memory"),

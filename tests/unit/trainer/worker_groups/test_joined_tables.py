@@ -116,7 +116,7 @@ def test_a_dropped_response_has_no_score() -> None:
     rollout = part(("a",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: (7, 5)})
     masks, scores = (0, 5), (0.5, 0.25)
     table = part(("b",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: masks, Keys.TOKEN_LEVEL_SCORES: scores})
-    reward = RewardGroup(None, None, parse_spec(GOOD["spec"]))
+    reward = RewardGroup(None, {}, parse_spec(GOOD["spec"]))
 
     assert reward.row_scores(rollout.union(table.replacing())) == [None, 0.25]
     assert reward.row_scores(rollout.union(table)) == [0.5, 0.25]

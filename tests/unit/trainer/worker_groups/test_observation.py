@@ -234,13 +234,22 @@ class _Decoder:
 
 
 @pytest.mark.parametrize(
-    ("rank", "step", "number", "lines"), [(0, 4, 2, 2), (1, 4, 2, 0), (0, None, 2, 0), (0, 4, 0, 0)]
+    ("role", "rank", "step", "number", "lines"),
+    [
+        ("reward", 0, 4, 2, 2),
+        ("reward", 1, 4, 2, 0),
+        ("reward", 0, None, 2, 0),
+        ("reward", 0, 4, 0, 0),
+        ("reward_model", 0, 4, 2, 2),
+        # A copy in a further pool: one process alone writes the file.
+        ("reward_model_critic", 0, 4, 2, 0),
+    ],
 )
 def test_the_first_process_keeps_samples_of_its_step(
-    tmp_path: Path, rank: int, step: int | None, number: int, lines: int
+    tmp_path: Path, role: str, rank: int, step: int | None, number: int, lines: int
 ) -> None:
     spec = parse_spec({**RAW, "telemetry": {"samplesPerStep": number}})
-    keeper = SampleKeeper(WorkerContext("reward", rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
+    keeper = SampleKeeper(WorkerContext(role, rank, 2, 1, tmp_path / "log", 1.0, run_folder=tmp_path), spec)
     rows = rollout_batch([[1]] * 4, [[1] * 3] * 4)
     texts = {name: ["x"] * 4 for name in (Keys.SOURCE, Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
     numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4}

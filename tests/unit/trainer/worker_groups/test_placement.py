@@ -109,6 +109,18 @@ def test_a_reward_model_takes_a_part_of_its_pools_gpus() -> None:
     assert bundle_resources(both, both.pool("small"))["CPU"] == 0.005
 
 
+def test_a_reward_in_several_pools_has_a_part_of_the_gpus_and_workers_in_each() -> None:
+    placement = {"actor": "big", "critic": "small", "reward": ["big", "small"]}
+    model = spec_of(model=REWARD_MODEL, reward={"type": "Model"}, placement=placement)
+    function = spec_of(reward={"function": {"module": "r", "numWorkers": 6}}, placement=placement)
+
+    assert gpu_fraction(model, "big") == gpu_fraction(model, "small") == 0.333
+    assert gpu_fraction(function, "big") == 0.5, "actor and rollout"
+    # The roles, the data worker and two workers of the function for each GPU.
+    assert bundle_resources(function, function.pool("big"))["CPU"] == 0.006
+    assert bundle_resources(function, function.pool("small"))["CPU"] == 0.006
+
+
 def test_users_workers_have_their_processes_and_where_they_ask_for_it_a_part_of_a_gpu() -> None:
     worker = {"name": "w", "module": "m", "className": "W", "hooks": [{"after": "Step", "method": "f"}]}
     spec = spec_of(workers=[{**worker, "pool": "big", "numWorkers": 3}])

@@ -15,6 +15,8 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.main.groups import continuing_roles
 from ppojob_trainer.worker_groups import survivors as survivors_module
+from ppojob_trainer.worker_groups.launch import Launcher
+from ppojob_trainer.worker_groups.placement import PlacedPool
 from ppojob_trainer.worker_groups.survivors import NAMESPACE, NO_SURVIVORS, Names, Survivors, find_survivors, note_logs
 from tests.bad_specs import GOOD
 
@@ -48,8 +50,16 @@ class Ray:
     groups: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
 
-    def start(self, pool: str, role: str, number: int = 1, key: str = "this", failure: Exception | None = None) -> None:
-        for rank in range(number):
+    def start(
+        self,
+        pool: str,
+        role: str,
+        number: int = 1,
+        key: str = "this",
+        failure: Exception | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        for rank in range(first_rank, first_rank + number):
             name = Names(key, 4).of_process(pool, role, rank, number)
             self.processes[name] = Process(name, failure)
         self.groups.add(Names(key, 4).of_pool(pool))
@@ -104,6 +114,21 @@ def test_whole_pools_go_on_with_their_processes_in_the_order_of_ranks(ray: Ray, 
     assert survivors.groups == {"a": "this/a/4", "c": "this/c/4"}
     note_logs(survivors.logs, tmp_path)
     assert "/logs/this/a/actor/1/2/4.log" in (tmp_path / "actor-1.log").read_text()
+
+
+def test_processes_of_one_role_in_several_pools_keep_their_ranks(ray: Ray, tmp_path: Path) -> None:
+    ray.start("a", "reward", 2)
+    ray.start("c", "reward", 1, first_rank=2)
+
+    survivors = found()
+
+    assert names_of(survivors, "c", "reward") == ["this/c/reward/2/1/4"]
+    note_logs(survivors.logs, tmp_path)
+    assert [(tmp_path / f"reward-{rank}.log").exists() for rank in range(4)] == [True, True, True, False]
+    started = Launcher(tmp_path, 1.0, survivors=survivors)
+    pool = PlacedPool("c", cast("Any", None), (), 0.5)
+    kept = started.start("reward", lambda _: None, pool, [], first_rank=2)
+    assert kept._ranks == (2,)
 
 
 @pytest.mark.parametrize("lost", ["this/a/actor/1/2/4", "this/a/rollout/0/1/4"])
@@ -181,7 +206,7 @@ def test_another_spec_or_job_has_other_names() -> None:
 
 def test_roles_that_can_continue() -> None:
     pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 2}]
-    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": "c"}
+    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": ["c"]}
     workers = [
         {
             "name": "judge",
@@ -200,6 +225,13 @@ def test_roles_that_can_continue() -> None:
     assert continuing_roles(spec_of(**in_both)) == {
         "a": {"data", "actor", "rollout", "ref"},
         "c": {"critic", "ref_c", "reward"},
+    }
+    scored = {"type": "Both", "function": {"module": "m", "numWorkers": 2}}
+    model = {"actor": {"path": "/m"}, "reward": {"path": "/rm"}}
+    with_copies = {**common, "placement": {**placement, "reward": ["c", "a"]}, "reward": scored, "model": model}
+    assert continuing_roles(spec_of(**with_copies)) == {
+        "a": {"data", "actor", "rollout", "reward", "reward_model"},
+        "c": {"critic", "ref", "reward", "reward_model_c"},
     }
     divided = {"tensorParallelSize": 2}
     assert continuing_roles(spec_of(**common, rollout=divided))["a"] >= {"rollout", "rollout_gpu_holder"}

@@ -220,7 +220,7 @@ def pools(draft: Draft) -> None:
         if half[1] == 0:
             raise NotConvertibleError("a split needs two GPUs or more")
         sizes = {"actor": half, "critic": half}
-        draft.values |= {"placement.critic": "critic", "placement.reward": "critic"}
+        draft.values |= {"placement.critic": "critic", "placement.reward": ["critic"]}
         draft.values |= {"placement.rollout": ["actor"], "placement.ref": ["actor"]}
         if nodes > 1 and nodes % 2:
             draft.unconverted.append(("trainer.nnodes", nodes, f"verl splits {nodes - 1} nodes and leaves one idle"))
@@ -228,7 +228,7 @@ def pools(draft: Draft) -> None:
         size = [draft.take(*(f"{at}.{name}" for at in sections)) for name in ("nnodes", "n_gpus_per_node")]
         if all(size) and (is_asked is None or any(draft.given.get(f"{at}.{is_asked}") is True for at in sections)):
             sizes[role] = (whole(size[0]), whole(size[1]))
-            draft.values[f"placement.{role}"] = [role] if role == "rollout" else role
+            draft.values[f"placement.{role}"] = [role]
     draft.values["pools"] = [{"name": name, "nodes": n, "gpusPerNode": g} for name, (n, g) in sizes.items()]
     if len(sizes) > 1:
         draft.values["placement.actor"] = next(iter(sizes))

@@ -6,7 +6,6 @@ replaces the rollout's mask, so advantages and losses leave these responses out.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -169,14 +168,18 @@ class FunctionScores:
 class RewardGroup:
     """The whole reward as the controller calls it: a function, a model, or the sum of both."""
 
-    def __init__(self, function: FunctionScores | None, model: ModelScores | None, spec: PPOJobSpec) -> None:
+    def __init__(self, function: FunctionScores | None, models: Mapping[str, ModelScores], spec: PPOJobSpec) -> None:
+        """
+        Args:
+            models: the copies of the reward model, by role.
+        """
         self.function = function
-        self.model = model
+        self.models = models
         self._validation_samples = spec.rollout.validation.samples_per_prompt
 
     async def total(self, batch: Table) -> tuple[Table, dict[str, float]]:
         """See `RewardPort`."""
-        if self.function is None or self.model is None:
+        if self.function is None or not self.models:
             return batch, {}
         table = await self.function.add(batch)
         return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
@@ -186,20 +189,18 @@ class RewardGroup:
         scores, tokens = batch.sums[Keys.TOKEN_LEVEL_SCORES], batch.sums[Keys.RESPONSE_MASK]
         return [score if kept else None for score, kept in zip(scores, tokens, strict=True)]
 
-    async def validate(self, batch: Table) -> dict[str, float]:
+    async def validate(self, batch: Table, scores: Sequence[Table]) -> dict[str, float]:
         """See `RewardPort`. `val-core/<source>/score/mean@<samples>` as in verl, and the mean over all sources.
 
         Raises:
             RewardFunctionError: the function dropped all responses.
         """
-        ways = [way for way in (self.function, self.model) if way is not None]
-        tables = await asyncio.gather(*(way.compute_scores(batch) for way in ways))
         # The function's table comes first.
-        counts = sums_of(tables[0].metrics)
-        if self.function is not None and self.model is not None:
-            tables = [await self.function.add(batch.union(*tables))]
-        means = means_of(tables[0].metrics, SOURCE_PREFIX, suffix="")
-        everything = [value for name, values in tables[0].metrics.items() if is_source(name) for value in values]
+        total, counts = scores[0], sums_of(scores[0].metrics)
+        if self.function is not None and self.models:
+            total = await self.function.add(batch.union(*scores))
+        means = means_of(total.metrics, SOURCE_PREFIX, suffix="")
+        everything = [value for name, values in total.metrics.items() if is_source(name) for value in values]
         if not everything:
             raise RewardFunctionError(
                 "the reward function dropped all responses of the validation (reward.function.onError: Drop): correct "

@@ -1,4 +1,4 @@
-"""The reward model: ranks that score responses with one sharded sequence classifier, in the reward's pool.
+"""The reward model: ranks that score responses with one sharded sequence classifier, in each pool of the reward.
 
 The policy's tokenizer turns a response into text, and the reward model's tokenizer turns prompt and response into its
 input (`rewards.model_input`), so the two models may have different vocabularies.

@@ -34,7 +34,7 @@ class TestPools:
             "rollout": ["actor"],
             "ref": ["actor"],
             "critic": "critic",
-            "reward": "critic",
+            "reward": ["critic"],
         }
 
     def test_nodes_that_a_split_leaves_over_are_reported(self) -> None:
@@ -98,7 +98,7 @@ class TestPools:
         pools, placement = self.pools(*(f"reward_model.{word}" for word in words))
 
         assert pools == [("gpus", 1, 8), ("reward", 1, 4)]
-        assert placement == {"actor": "gpus", "reward": "reward"}
+        assert placement == {"actor": "gpus", "reward": ["reward"]}
 
 
 @pytest.mark.parametrize(
