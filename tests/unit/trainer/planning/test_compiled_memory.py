@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig
+from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from ppojob_trainer.engines.train.dims import ParallelDims
@@ -63,9 +63,7 @@ def test_what_the_backward_pass_reads_is_kept() -> None:
 @pytest.mark.slow
 def test_a_layer_keeps_what_it_keeps_with_inductor() -> None:
     """A decoder layer, compiled for the CPU by Inductor itself."""
-    config = AutoConfig.for_model(
-        "qwen2", hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2
-    )
+    config = Qwen2Config(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
     config._attn_implementation = "sdpa"
     sizes = []
     for is_planned in (False, True):
