@@ -1,7 +1,7 @@
 """Rules of `spec.placement`: when it is required, and which pools it may name.
 
-`rules.py` puts them beside the others, each in CEL and in Python. CEL sees the placement as it is given; Python sees
-the one that `PPOJobSpec` fills in for a single pool.
+`rules.py` puts them beside the others, each in CEL and in Python, except that of a reward function's workers, which is
+in Python only. CEL sees the placement as it is given; Python sees the one that `PPOJobSpec` fills in for a single pool.
 """
 
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ def _each_pool_of_a_reward_function_has_a_worker(spec: PPOJobSpec) -> Iterator[P
     if not spec.reward.uses_model and function is not None and number > function.num_workers:
         remedy = (
             f"reward.function.numWorkers is {function.num_workers}, so not each of the {number} pools would have a "
-            f"worker: raise it to {number}, or list fewer pools"
+            f"worker: list fewer pools, or create the job with numWorkers: {number}"
         )
         yield "placement.reward", list(pools), remedy
 

@@ -174,7 +174,7 @@ class Assessment:
             Condition.SUBMITTED: self.step.finding,
             Condition.PROGRESSING: self.delay or progress.progressing(situation),
             Condition.STALLED: progress.stalled_while_running(situation) if is_running else None,
-            Condition.LAYOUT_APPLIED: layout.layout_applied(situation),
+            Condition.LAYOUT_APPLIED: layout.layout_applied(situation, self.found.finding),
             Condition.MODEL_UPLOADED: progress.model_uploaded(situation),
             Condition.SUSPENDED: suspension.resumed(situation),
         }

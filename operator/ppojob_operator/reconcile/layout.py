@@ -108,8 +108,11 @@ def kept_refusal(job: Job) -> str:
     return found.message.removeprefix(_CONTINUES)
 
 
-def layout_applied(situation: Situation) -> Finding | None:
-    """Return condition LayoutApplied of a job that is not being stopped; None: its layout was never edited."""
+def layout_applied(situation: Situation, pools_ready: Finding) -> Finding | None:
+    """Return condition LayoutApplied of a job that is not being stopped; None: its layout was never edited.
+
+    pools_ready: condition PoolsReady.
+    """
     refusal = situation.refusal
     if refusal and situation.observed.is_dry_run_unanswered:
         known = kept_refusal(situation.job)
@@ -121,7 +124,7 @@ def layout_applied(situation: Situation) -> Finding | None:
         return Finding("False", Reason.INVALID_SPEC, f"{_CONTINUES}{refusal}")
     if situation.condition(Condition.LAYOUT_APPLIED) is None or change(situation):
         return None
-    if situation.cluster is None and situation.observed.last_error:
+    if pools_ready.reason == Reason.CLUSTER_REFUSED:
         return Finding("False", Reason.CLUSTER_REFUSED, "condition PoolsReady says why this layout has no RayCluster")
     return Finding("True", Reason.LAYOUT_APPLIED, "the layout of the spec is in force")
 

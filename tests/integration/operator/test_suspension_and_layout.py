@@ -75,7 +75,7 @@ def test_another_layout_replaces_the_cluster_and_says_what_changed(kubectl: Any,
     assert [each["nodes"] for each in status["effectiveLayout"]["pools"]] == [1, 2, 1]
     assert status["retries"]["total"] == 0
     # Events follow the status.
-    for words in ("pool critic: nodes 1 -> 2", "placement.reward critic -> judge"):
+    for words in ("pool critic: nodes 1 -> 2", "placement.reward [critic] -> [judge]"):
         jobs.wait_until(lambda words=words: words in kubectl("describe", "ppojob", name).partition("Events:")[2])
 
 

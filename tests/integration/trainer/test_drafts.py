@@ -25,8 +25,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_seed_samples_the_same_response_with_and_without_drafts(seen: dict[str, Any], sampling: str) -> None:
     without, found = seen["without"][sampling], seen["with"][sampling]
 
-    ours, theirs = ([*each["tokens"], *each["again"]] for each in (found, without))
-    assert share_of_equal(ours, theirs) >= MOST
+    assert share_of_equal(found["tokens"], without["tokens"]) >= MOST
+    # Others finish at other times then. There are three.
+    assert share_of_equal(found["again"], without["again"]) > 0.5
     # Greedy responses repeat the prompt's last token, of which there are three.
     assert len({tuple(tokens) for tokens in found["tokens"]}) >= 3
 

@@ -87,11 +87,13 @@ class ForwardPlan(Generic[B]):
         return {name: phase for name, phase in self.phases(step, recorded_as).items() if name in SCORING}
 
     def can_score_while_generating(self) -> bool:
-        """Return whether each source of scores has a pool in which no engine generates, or none."""
+        """Return whether each source of scores has a pool, and a chain, in which no engine generates, or none."""
         phases = self.scoring(step=0)
         chains = self.chains(phases)
         free = {name for chain, names in chains.items() if chain not in self._writing for name in names.all}
-        return free >= phases.keys()
+        # Without the overlap Values, a model's phase is in the actor's chain, and its pool may be another.
+        pools = {name: {self._pool_of.get(role) for role in phase.helpers} for name, phase in phases.items()}
+        return all(name in free and (name == Phase.REWARD or pools[name] - set(self._writing)) for name in phases)
 
     def chains(self, phases: Mapping[str, ForwardPhase[B]]) -> dict[str, ChainPhases]:
         """Return the phases that must run one after the other, by the pool that they keep busy."""

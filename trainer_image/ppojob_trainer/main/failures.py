@@ -179,7 +179,8 @@ def _role(error: BaseException) -> str | None:
     """Return whose process or phase failed, by the API's names. None: the driver's own failure."""
     errors = (link for link in _chain(error) if isinstance(link, WorkerGroupError | PhaseTimeoutError))
     role = next((link.role for link in errors if link.role is not None), None)
-    # The engines of a pool that is shared with the rollout have the role rollout_<pool>. Workers' names have no _.
+    # Roles of further pools are rollout_<pool>, ref_<pool> and reward_model_<pool>; the API calls reward_model reward.
+    # Workers' names have no _.
     return None if role is None else role.partition("_")[0]
 
 

@@ -186,14 +186,18 @@ async def test_all_pools_of_a_reward_model_score_a_validation_at_the_same_time(m
     assert run.monitor.records[1]["timing_s/testing"] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize(("copies", "is_streamed"), [([], False), (["reward_model_copy"], True)])
+@pytest.mark.parametrize(
+    ("copies", "without", "is_streamed"),
+    [([], [], False), (["reward_model_copy"], [], True), ([], [Overlap.VALUES], False)],
+)
 async def test_with_dynamic_sampling_a_pool_that_does_not_generate_scores_alone_meanwhile(
-    make_run: MakeRun, copies: list[str], is_streamed: bool
+    make_run: MakeRun, copies: list[str], without: list[Overlap], is_streamed: bool
 ) -> None:
     pool_of = {**POOLS, "rollout": "r", "reward_model": "r", "reward_model_copy": "c", "ref": "a"}
     sampling = SamplingSettings(num_prompts=4, num_samples=2, max_batches=20)
     ports: dict[str, Any] = {"reward": "Model", "reward_copies": copies, "settings": {"sampling": sampling}}
-    run, serial = (make_run(mode, pool_of=pool_of, **ports) for mode in (OVERLAPPED, SERIAL))
+    schedules = (schedule_of(OVERLAPPED, without), schedule_of(SERIAL))
+    run, serial = (make_run(schedule, pool_of=pool_of, **ports) for schedule in schedules)
 
     await run()
     await serial()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
-from ppojob_trainer.engines.errors import CheckpointUnreadableError, ModelUnsupportedError
+from ppojob_trainer.engines.errors import CheckpointUnreadableError, CheckpointUnwritableError, ModelUnsupportedError
+from ppojob_trainer.engines.train.fsdp import lora as lora_module
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off, is_adapter
@@ -104,6 +106,23 @@ def test_the_rollout_gets_the_sum(parallel: ParallelMesh, model_path: Path, batc
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]) / 0.7, dim=-1)
     expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * batch.padded(Keys.RESPONSE_MASK)
     torch.testing.assert_close(log_probs(engine, batch), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_that_the_storage_refuses_are_named_and_there_is_no_index(
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make_policy(parallel, model_path)
+    monkeypatch.setattr(lora_module, "save_file", full)
+
+    with pytest.raises(
+        CheckpointUnwritableError, match=r"export cannot be written: rank 0: \[Errno 28\] No space left"
+    ):
+        engine.export(tmp_path / "export")
+
+    assert not (tmp_path / "export" / "config.json").exists()
 
 
 def test_the_export_is_the_sum_with_the_adapters_beside_it(

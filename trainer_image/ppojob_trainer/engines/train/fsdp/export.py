@@ -1,9 +1,9 @@
 """Exports the policy as a HuggingFace folder, the result of a run.
 
 Called by the engine. The weights are gathered a layer at a time, and each rank writes its share of the files
-(`export_files`): it holds at most about `SHARD_BYTES` and a layer, however large the model is. Rank 0 writes the rest
-when all weights are written, the index last. Files and index have the names that `from_pretrained` and vLLM read. It
-refuses a folder that is not empty.
+(`export_files`): it holds at most about `SHARD_BYTES` and a layer, however large the model is. Rank 0 also holds all
+adapters in float32, and writes the rest when all weights are written, the index last. Files and index have the names
+that `from_pretrained` and vLLM read. It refuses a folder that is not empty.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -66,7 +68,10 @@ def export(
     plan = plan_files(planned, parallel.world_size, SHARD_BYTES)
     failed = _write_weights(ExportFiles(folder, plan.of(parallel.rank)), weights)
     is_first = parallel.rank == 0
-    adapters = {} if lora is None else {name: tensor.cpu() for name, tensor in weights.adapters() if is_first}
+    if lora is not None:
+        adapters = {name: tensor.cpu() for name, tensor in weights.adapters() if is_first}
+        if is_first and failed is None:
+            failed = _write_adapters(folder, adapters, lora, source)
     failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
     if failure:
         raise CheckpointUnwritableError(
@@ -74,8 +79,6 @@ def export(
             "earlier exports and checkpoints are complete"
         )
     if is_first:
-        if lora is not None:
-            write_adapters(folder / ADAPTER_FOLDER, adapters, lora, base=str(source))
         _complete(folder, language_model, source, plan.index)
     parallel.barrier()
 
@@ -87,6 +90,15 @@ def _write_weights(files: ExportFiles, weights: ShardedWeights) -> Exception | N
             # A gathered tensor is freed with its layer.
             files.add(spec.name, tensor.to("cpu", copy=True))
     return files.finish()
+
+
+def _write_adapters(folder: Path, adapters: Mapping[str, Tensor], lora: LoRA, source: Path) -> Exception | None:
+    """Write the adapters' folder; return why it could not be written."""
+    try:
+        write_adapters(folder / ADAPTER_FOLDER, adapters, lora, base=str(source))
+    except (OSError, SafetensorError) as error:
+        return error
+    return None
 
 
 def _complete(folder: Path, language_model: PreTrainedModel, source: Path, index: Mapping[str, object] | None) -> None:

@@ -52,10 +52,12 @@ def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -
 def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
     """Return the rows times their experts' parameter of this name, with what its adapters add."""
     adapters = getattr(experts, ADAPTERS, None) or {}
-    # First: gradient checkpointing computes again until the last saved tensor, which then is the parameter.
+    # Before the base's product: a recomputed layer computes again until the last saved tensor, which is then the base's
+    # parameter, so its product is not computed again.
     added = adapters[name](rows, ends_E) if name in adapters else None
     output: Tensor = _grouped_linear(rows, getattr(experts, name), ends_E, is_transposed=experts.is_transposed)
-    return output if added is None else output + added
+    # In place, because nothing saves the base's product.
+    return output if added is None else output.add_(added)
 
 
 def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppojob_api.v1alpha1.model import LoRA
+from ppojob_trainer.checkpoints import durable
 from ppojob_trainer.engines.errors import ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.experts import expert_modules
@@ -56,12 +57,13 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
     if unknown := targets - known:
         raise ModelUnsupportedError(
             f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: "
-            f"there are {', '.join(sorted(known))}"
+            f"there are {', '.join(sorted(known))}. Name some of these, or remove the field for all of them"
         )
     for name, module in linear.items():
         if name.rpartition(".")[2] in targets:
             LoRALinear.of(module, lora)
     for owner, fused in experts.items():
+        assert not owner.is_transposed, "experts of a supported family have parameters [experts, outputs, inputs]"
         adapters = nn.ModuleDict()
         for parameter, projections in fused.items():
             if chosen := {name: rows for name, rows in projections.items() if name in targets}:
@@ -193,6 +195,9 @@ def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: 
     Args:
         whole: their tensors, by the names of `of_layers`.
         base: path of the model that they belong to.
+
+    Raises:
+        OSError, SafetensorError: the storage refused a write.
     """
     adapters = {f"base_model.model.{name}.weight": tensor for name, tensor in whole.items()}
     targets = sorted({name.split(".")[-3] for name in adapters})
@@ -212,4 +217,5 @@ def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: 
     save_file({name: tensor.contiguous() for name, tensor in adapters.items()}, file)
     # safetensors writes files with mode 0600, but another user may serve the model.
     file.chmod(0o644)
+    durable.sync(file)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -4,8 +4,7 @@
 
 Of a linear layer, and of the experts of a layer, each of which has matrices of its own for each of its projections.
 `lora` decides which layers get them and what is in them; `grouped_experts` calls those of experts. There is no dropout,
-because log-probs must be the same each time they are taken. It refuses experts whose parameters are transposed, which
-no supported family has.
+because log-probs must be the same each time they are taken.
 
 On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
 no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
@@ -21,7 +20,7 @@ grouped products over the rows that are sorted already. Here of gate and up, wit
     rows [S, D]  ─ A of gate, 0, A of up, 0 ─▶  [S, 8 + 8]  ─ B of gate, 0, 0, 0 ─▶  [S, 2 I]
                                                               0, 0, B of up, 0
 
-A GPU's grouped product needs rows of a multiple of 16 bytes: zeros fill up each rank. They change no number.
+A GPU's grouped product needs rows of a multiple of 16 bytes: each rank is padded with zeros, which change no number.
 
 Suffixes: S rows, D size of the inputs, O of the outputs, E experts.
 """
