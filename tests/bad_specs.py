@@ -51,7 +51,7 @@ BAD_SPECS = (
     BadSpec("pool of the reward as a string", {_spec("placement", "reward"): "critic"},
             "spec.placement.reward", "valid list", shows="'critic'"),
     BadSpec("pool without a worker of the reward function", {_spec("placement", "reward"): ["critic", "actor"]},
-            "spec.placement.reward", "numWorkers is 1, so not each of the 2 pools would have a worker: list fewer pools",
+            "spec.placement.reward", "so not each of the 2 pools would have a worker: list fewer pools",
             shows="['critic', 'actor']", server_refuses=False),
     BadSpec("a missing pool shared with the rollout", {_spec("placement", "rollout"): ["actor", "critics"]},
             "spec.placement.rollout[1]", "use one of actor, critic", shows="'critics'"),

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written
 
-__all__ = ["ExpertBlocks", "in_blocks", "is_large"]
+__all__ = ["ExpertBlocks", "in_blocks", "is_large", "rows_of"]
 
 LARGE_BYTES = 2 * 2**30
 """A fused parameter of more bytes is gathered in blocks."""
@@ -50,16 +50,17 @@ class ExpertBlocks:
     def __init__(
         self,
         own: Mapping[str, Tensor],
-        experts: Callable[[str, int, int], Tensor],
+        experts: Callable[[str, Tensor, int, int], Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Find out who has which experts.
 
         Args:
-            own: the large parameters of this rank, by name; those of other pipeline stages are missing.
-            experts: returns some of the experts that this rank has of a parameter, in `dtype` and with its adapters,
-                by its name, the first of them among its own, and their number.
+            own: the large parameters of this rank, by name; those of other pipeline stages are missing. They are these
+                for as long as the blocks are gathered: the model's own may be gathered meanwhile, with other layers.
+            experts: returns some of the experts that this rank has of a parameter, in `dtype` and with its adapters.
+                Called with the parameter's name, the parameter, the first of these experts among all, and their number.
             dtype, device: of the blocks.
         """
         self._own, self._experts, self._dtype, self._device = own, experts, dtype, device
@@ -99,7 +100,7 @@ class ExpertBlocks:
 
     def _broadcast(self, name: str, first: int, number: int, owner: int, shape: Sequence[int]) -> Tensor:
         if owner == dist.get_rank():
-            part = self._experts(name, first - _rows_of(self._own[name])[0], number)
+            part = self._experts(name, self._own[name], first, number)
             block = part.to(self._device).contiguous()
         else:
             block = torch.empty(number, *shape[1:], dtype=self._dtype, device=self._device)
@@ -109,13 +110,14 @@ class ExpertBlocks:
 
 def _rows_of_all(own: Mapping[str, Tensor]) -> list[dict[str, _Rows]]:
     """Return the rows of each rank's parameters by name; `own` are those of this one. Collective."""
-    mine = {name: _rows_of(parameter) for name, parameter in own.items()}
+    mine = {name: rows_of(parameter) for name, parameter in own.items()}
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
-def _rows_of(parameter: Tensor) -> _Rows:
+def rows_of(parameter: Tensor) -> _Rows:
+    """Return the first row that this rank has of a parameter, and their number."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

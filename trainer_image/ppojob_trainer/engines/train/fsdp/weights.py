@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
-from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large
+from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large, rows_of
 from ppojob_trainer.engines.train.fsdp.lora import is_adapter, merged, of_layers, weight_of
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
@@ -208,14 +208,13 @@ class ShardedWeights:
             return _full(parameter.to(self._dtype))
         return merged(self._language_model, name, _full(parameter), self._dtype, _full)
 
-    def _experts(self, name: str, first: int, number: int) -> Tensor:
+    def _experts(self, name: str, parameter: Tensor, first: int, number: int) -> Tensor:
         """Return some of the experts that this rank has of a parameter, in the dtype of the push."""
 
         def part(tensor: Tensor) -> Tensor:
-            return local(tensor).narrow(0, first, number)
+            return local(tensor).narrow(0, first - rows_of(tensor)[0], number)
 
-        parameter = self._language_model.get_parameter(name).detach()
-        return merged(self._language_model, name, part(parameter), self._dtype, part)
+        return merged(self._language_model, name, part(parameter.detach()), self._dtype, part)
 
     def _own(self) -> list[tuple[str, Tensor]]:
         # A list, because gathering a layer replaces its shards by other parameters.
