@@ -121,7 +121,7 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if name.endswith(f".{_A}"):
-            # Of experts [E, rank, inputs], each with the same bound as a layer of its own.
+            # Of experts [E, rank, inputs], each with the same bound as a separate layer.
             drawn = torch.empty(parameter.shape).flatten(0, -2)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             yield name, drawn.view(parameter.shape)

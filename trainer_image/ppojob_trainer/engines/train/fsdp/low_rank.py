@@ -2,7 +2,7 @@
 
     y = x W^T + alpha / rank * x A^T B^T        A: [rank, inputs], B: [outputs, rank]
 
-Of a linear layer, and of the experts of a layer, each of which has matrices of its own for each of its projections.
+Of a linear layer, and of the experts of a layer, each of which has separate matrices for each of its projections.
 `lora` decides which layers get them and what is in them; `grouped_experts` calls those of experts. There is no dropout,
 because log-probs must be the same each time they are taken.
 
