@@ -117,9 +117,7 @@ class LoRAExperts(nn.Module):
         found: Tensor = _grouped_linear(inner, self._up(), ends_E)
         return found
 
-    def merge_into(
-        self, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = lambda part: part
-    ) -> Tensor:
+    def merge_into(self, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return W + factor * B A in `dtype`, of each expert as `merge` computes it.
 
         The bytes of an expert do not depend on how many of them are merged at a time.
@@ -142,19 +140,19 @@ class LoRAExperts(nn.Module):
             yield projection
 
     def _down(self) -> Tensor:
-        """Return A of all projections, one below the other, each filled up to a multiple of `_ALIGNED` ranks."""
+        """Return A of all projections, one below the other, each padded to a multiple of `_ALIGNED` ranks."""
         each = [local(projection.lora_A) for projection in self._projections()]
-        return torch.cat([functional.pad(part, (0, 0, 0, _filled(part.shape[1]) - part.shape[1])) for part in each], 1)
+        return torch.cat([functional.pad(part, (0, 0, 0, _padded(part.shape[1]) - part.shape[1])) for part in each], 1)
 
     def _up(self) -> Tensor:
         """Return B of all projections, each at its outputs and at the ranks that it has in `_down`."""
         each = [(projection.rows, local(projection.lora_B)) for projection in self._projections()]
-        num_ranks = sum(_filled(part.shape[2]) for _, part in each)
+        num_ranks = sum(_padded(part.shape[2]) for _, part in each)
         first, up = 0, []
         for rows, part in each:
             right = num_ranks - first - part.shape[2]
             up.append(functional.pad(part, (first, right, rows.start, self.num_outputs - rows.stop)))
-            first += _filled(part.shape[2])
+            first += _padded(part.shape[2])
         return sum(up[1:], start=up[0])
 
 
@@ -163,7 +161,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=factor)
 
 
-def _filled(rank: int) -> int:
+def _padded(rank: int) -> int:
     return -(-rank // _ALIGNED) * _ALIGNED
 
 
