@@ -1,8 +1,8 @@
 """One rank of the table of combinations: compile x gradient checkpointing x offload x LoRA x division of the model.
 
-`python -m tests.gpu.combination_ranks RANK DEVICE MODEL OUT DIVISION PORT`; CUDA_VISIBLE_DEVICES names the GPU. Each
-combination of the division loads a small random model, makes two updates and writes what it computed as JSON, or the
-error. `test_combinations_on_cuda` starts two of them for each division and compares.
+`python -m tests.gpu.combination_ranks RANK DEVICE MODEL OUT DIVISION TRAINED PORT`; CUDA_VISIBLE_DEVICES names the GPU.
+Each combination of the division that trains so (TRAINED) loads a small random model, makes two updates and writes what
+it computed as JSON, or the error. `test_combinations_on_cuda` starts two of them for each pair and compares.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "states offloaded": {"offload": Offload(parameters=True, optimizer=True)},
     "activations offloaded": {"activation_offload": True},
 }
-LORA = LoRA(rank=8, alpha=16.0)
+TRAINED: dict[str, dict[str, Any]] = {"all weights": {}, "LoRA": {"lora": LoRA(rank=8, alpha=16.0)}}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Combination:
     compile: bool
     checkpointing: bool
     offload: str
-    lora: bool
+    trained: str
 
     @property
     def name(self) -> str:
@@ -78,31 +78,32 @@ class Combination:
             "compiled" if self.compile else "eager",
             "checkpointing" if self.checkpointing else "no checkpointing",
             self.offload,
-            "LoRA" if self.lora else "all weights",
+            self.trained,
         ]
         return ", ".join(words)
 
     @property
     def model(self) -> dict[str, Any]:
         """The settings of `ActorModel`."""
-        lora = {"lora": LORA} if self.lora else {}
         return {
             "compile": self.compile,
             "gradient_checkpointing": self.checkpointing,
             **OFFLOADS[self.offload],
-            **lora,
+            **TRAINED[self.trained],
         }
 
 
-def combinations_of(name: str) -> Iterator[Combination]:
+def combinations_of(name: str, trained: str) -> Iterator[Combination]:
     """Yield the rows of one division. What stays gathered changes nothing in how a layer is offloaded."""
     either = (False, True)
     offloads = list(OFFLOADS)[:1] if DIVISIONS[name].stays_gathered else list(OFFLOADS)
-    for lora, compiled, checkpointing, offload in itertools.product(either, either, either, offloads):
-        yield Combination(name, compiled, checkpointing, offload, lora)
+    for compiled, checkpointing, offload in itertools.product(either, either, offloads):
+        yield Combination(name, compiled, checkpointing, offload, trained)
 
 
-COMBINATIONS = [combination for division in DIVISIONS for combination in combinations_of(division)]
+PARTS = list(itertools.product(DIVISIONS, TRAINED))
+"""Each is computed by ranks of its own."""
+COMBINATIONS = [combination for part in PARTS for combination in combinations_of(*part)]
 
 
 def write_model(folder: Path) -> Path:
@@ -164,15 +165,15 @@ def run(parallel: ParallelMesh, model: Path, combination: Combination) -> dict[s
 
 
 def main() -> None:
-    """Run this rank's part of every combination of a division."""
+    """Run this rank's share of every combination of a part."""
     rank, device, model, out = int(sys.argv[1]), Device(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-    name, port = sys.argv[5], int(sys.argv[6])
+    name, trained, port = sys.argv[5], sys.argv[6], int(sys.argv[7])
     dims = DIVISIONS[name].dims
     if rank >= dims.world_size:
         return
     found: dict[str, Any] = {}
     parallel = init_process_group(device, rank, dims, connect("127.0.0.1", port, 120), 120)
-    for combination in combinations_of(name):
+    for combination in combinations_of(name, trained):
         torch.compiler.reset()
         try:
             found[combination.name] = run(parallel, model, combination)
@@ -184,7 +185,7 @@ def main() -> None:
         sys.stdout.flush()
         gc.collect()
     parallel.destroy()
-    (out / f"{name}, rank {rank}.json").write_text(json.dumps(found))
+    (out / f"{name}, {trained}, rank {rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

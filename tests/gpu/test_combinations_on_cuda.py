@@ -16,7 +16,7 @@ import torch
 
 from ppojob_trainer.engines.network import listen
 from tests.gpu import combination_ranks
-from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS, Combination
+from tests.gpu.combination_ranks import COMBINATIONS, PARTS, Combination
 from tests.gpu.two_ranks import run_two_ranks
 
 pytestmark = [
@@ -32,23 +32,23 @@ Seen = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What rank 0 computed, which is in every division. All divisions run at once: most of the time is compilation."""
+    """What rank 0 computed, which is in every division. All parts run at once: most of the time is compilation."""
     out = tmp_path_factory.mktemp("combinations")
     model = combination_ranks.write_model(tmp_path_factory.mktemp("models") / "random")
 
-    def run(division: str) -> Seen:
+    def run(part: tuple[str, str]) -> Seen:
         store = listen("127.0.0.1", LIMIT_SECONDS)
-        arguments = ["CUDA", model, out, division, store.port]
+        arguments = ["CUDA", model, out, *part, store.port]
         run_two_ranks(combination_ranks, arguments, limit=LIMIT_SECONDS, TORCHINDUCTOR_COMPILE_THREADS="2")
-        found: Seen = json.loads((out / f"{division}, rank 0.json").read_text())
+        found: Seen = json.loads((out / f"{', '.join(part)}, rank 0.json").read_text())
         return found
 
-    with ThreadPoolExecutor(len(DIVISIONS)) as threads:
-        return {name: row for rows in threads.map(run, DIVISIONS) for name, row in rows.items()}
+    with ThreadPoolExecutor(len(PARTS)) as threads:
+        return {name: row for rows in threads.map(run, PARTS) for name, row in rows.items()}
 
 
 def plain_of(combination: Combination) -> Combination:
-    return Combination("one rank", False, False, "nothing offloaded", combination.lora)
+    return Combination("one rank", False, False, "nothing offloaded", combination.trained)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda combination: combination.name)
