@@ -32,10 +32,13 @@ SHAPES: Final[dict[str, tuple[dict[str, int], int]]] = {
 }
 """By device: the model's shape, and the longest response."""
 LAYOUTS: Final = {
-    "FSDP 2": (ParallelDims(shard=2), "model"),
-    "expert 2": (ParallelDims(shard=2, expert=2), "model"),
-    "FSDP 2, starved": (ParallelDims(shard=2), "starved"),
-    "expert 2, starved": (ParallelDims(shard=2, expert=2), "starved"),
+    f"{name}{'' if model == 'model' else f', {model}'}": (dims, dtype, model)
+    for model in ("model", "starved")
+    for name, dims, dtype in (
+        ("FSDP 2", ParallelDims(shard=2), torch.bfloat16),
+        ("expert 2", ParallelDims(shard=2, expert=2), torch.bfloat16),
+        ("float32", ParallelDims(shard=2), torch.float32),
+    )
 }
 
 
@@ -75,9 +78,9 @@ def make_batch(response: int) -> DataProto:
     return DataProto.from_dict(tensors, meta_info=meta)
 
 
-def run(parallel: ParallelMesh, model: Path, batch: DataProto) -> dict[str, Any]:
-    training = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=4096)
-    engine = policy_engine(parallel, ActorModel(path=str(model)), training, AlgorithmSpec(), total_steps=10)
+def run(parallel: ParallelMesh, model: Path, dtype: torch.dtype, batch: DataProto) -> dict[str, Any]:
+    training, algorithm = ActorSpec(learning_rate=1e-5, max_tokens_per_gpu=4096), AlgorithmSpec()
+    engine = policy_engine(parallel, ActorModel(path=str(model)), training, algorithm, total_steps=10, dtype=dtype)
     is_cuda = parallel.device.type == "cuda"
     batch = batch.with_fields(engine.forward(batch).columns)
     first = engine.update(batch)
@@ -101,8 +104,9 @@ def main() -> None:
     models = {"model": Path(sys.argv[3]), "starved": Path(sys.argv[4])}
     batch = make_batch(SHAPES[device.value][1])[[2 * row + rank for row in range(NUM_SEQUENCES // 2)]]
     found: dict[str, Any] = {}
-    for (name, (dims, model)), port in zip(LAYOUTS.items(), ports, strict=True):
-        found[name] = in_layout(device, rank, dims, int(port), partial(run, model=models[model], batch=batch))
+    for (name, (dims, dtype, model)), port in zip(LAYOUTS.items(), ports, strict=True):
+        compute = partial(run, model=models[model], dtype=dtype, batch=batch)
+        found[name] = in_layout(device, rank, dims, int(port), compute)
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

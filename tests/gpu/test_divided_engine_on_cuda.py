@@ -45,14 +45,16 @@ def test_both_gpus_follow_the_weights(seen: dict[str, Any], backend: str) -> Non
     for push in ("first", "new", "old", "new again"):
         # The engine rounds to bfloat16, and the reference does not.
         assert found[push]["apart"] < 0.2 * found["stale"], push
+    for push in ("partial", "partial again", "partial later"):
+        assert found[push]["apart"] < 0.2 * found["stale attention"], push
 
 
 def test_parameters_are_read_back(seen: dict[str, Any]) -> None:
-    read_back = {
-        backend: [found[push]["is_read_back"] for push in ("first", "new", "old")] for backend, found in seen.items()
-    }
+    pushes = ("first", "new", "partial", "old", "new again")
+    read_back = {backend: [found[push]["is_read_back"] for push in pushes] for backend, found in seen.items()}
     both, none = [True, True], [False, False]
-    assert read_back == {"nccl": [both, both, none], "cuda_ipc": [both, none, none]}
+    # Each complete push after a partial one is compared.
+    assert read_back == {"nccl": [both, both, both, both, none], "cuda_ipc": [both, none, none, both, none]}
 
 
 def test_each_gpu_gets_its_part_over_nccl(seen: dict[str, Any]) -> None:

@@ -176,13 +176,19 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
     pushes = Pushes(engine, backend, dtype, engine.weights_version)
     await pushes.connect(old)
     seen: dict[str, Any] = {"num_bytes": sum(tensor.numel() * dtype.itemsize for tensor in old.parameters())}
-    for name, model in (("first", old), ("new", new), ("old", old), ("new again", new)):
-        seen[name] = {**await pushes.push(model), "apart": await pushes.apart(model)}
-    seen["stale"] = await pushes.apart(old)
     mixed = with_attention_of(old, new)
-    seen["partial"] = {**await pushes.push(mixed, is_partial=True), "apart": await pushes.apart(mixed)}
-    seen["stale attention"] = await pushes.apart(new)
-    seen["partial again"] = {**await pushes.push(new, is_partial=True), "apart": await pushes.apart(new)}
+    for name, model, is_partial in (
+        ("first", old, False),
+        ("new", new, False),
+        ("partial", mixed, True),
+        ("partial again", new, True),
+        ("old", old, False),
+        ("new again", new, False),
+        # What it does not have was not compared the last time.
+        ("partial later", mixed, True),
+    ):
+        seen[name] = {**await pushes.push(model, is_partial=is_partial), "apart": await pushes.apart(model)}
+    seen["stale"], seen["stale attention"] = await pushes.apart(old), await pushes.apart(new)
     if backend != "cuda_ipc":
         # The eleventh push is the next one that is compared.
         while pushes.number < COMPARED_EVERY:

@@ -43,7 +43,7 @@ def test_each_worker_gets_its_part_after_the_first_push(seen: dict[str, Any]) ->
 
 
 def test_each_worker_follows_partial_pushes(seen: dict[str, Any]) -> None:
-    for push in ("partial", "partial again"):
+    for push in ("partial", "partial again", "partial later"):
         assert seen[push]["apart"] < ROUNDING, push
         assert all(0 < number < 0.5 * seen["new"]["bytes"][0] for number in seen[push]["bytes"])
     assert seen["stale attention"] > 100 * ROUNDING

@@ -48,7 +48,7 @@ class JobCheckpoints:
         self._found = found
 
     async def restore(self) -> Restored[Table] | None:
-        """See `CheckpointPort`.
+        """See `CheckpointPort`. Engines that share their GPUs sleep from then on; the push that follows wakes them.
 
         Raises:
             CheckpointUnreadableError: the checkpoint cannot be read into the models.
@@ -56,6 +56,8 @@ class JobCheckpoints:
         found = self._found
         if found is None:
             return None
+        # Gradients and moments are on the GPU while they are read, which does not fit beside an engine that is awake.
+        await asyncio.gather(*(engines.sleep() for engines in (self._groups.rollout, *self._groups.shared.values())))
         calls = self._calls(EngineWorker.restore, found.location)
         try:
             # Roles that share GPUs load one after the other: gradients and moments are on the GPU while they are read,

@@ -57,9 +57,17 @@ def outcomes(model: Model) -> dict[str, str]:
     # The weights are on the CPU.
     worker.device = torch.device("cuda")
     found = {}
-    for number, name in enumerate(("compared", "not compared")):
+    pushes: list[tuple[str, bool, bool]] = [
+        # Its name, and whether it is compared and partial.
+        ("compared", True, False),
+        ("partial", True, True),
+        ("not compared", False, False),
+        ("partial after it", True, True),
+    ]
+    for number, (name, is_compared, is_partial) in enumerate(pushes):
+        stream = stream_of({"weight": torch.ones(3)}, is_compared=is_compared, is_partial=is_partial)
         try:
-            done = worker._ppojob_load(number, stream_of({"weight": torch.ones(3)}, is_compared=number == 0))
+            done = worker._ppojob_load(number, stream)
             found[name] = "read back" if done == (True, None) else "loaded"
         except WeightSyncError:
             found[name] = "refused"

@@ -109,6 +109,13 @@ def test_the_first_push_of_each_kind_and_each_tenth_are_compared(pool: ThreadPoo
     assert [number for number, stream in enumerate(engine.streams) if stream.is_compared] == [0, 2, 10]
 
 
+def test_a_complete_push_after_a_partial_one_is_compared(pool: ThreadPoolExecutor) -> None:
+    engine = Engine(pool, Source())
+    for is_partial in (False, True, True, False, False, True):
+        engine.push(is_partial=is_partial)
+    assert [stream.is_compared for stream in engine.streams] == [True, True, False, True, False, False]
+
+
 def test_a_partial_push_over_a_divided_link_has_the_boxes_of_what_changes(pool: ThreadPoolExecutor) -> None:
     engine = Engine(pool, Source(), part=0)
     engine.push(is_partial=False)

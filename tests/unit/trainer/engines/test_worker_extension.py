@@ -27,8 +27,15 @@ def test_only_plain_layers_keep_their_weights(found: dict[str, Any]) -> None:
 
 
 def test_copied_weights_are_read_back_if_the_sender_wants_it(found: dict[str, Any]) -> None:
-    assert found["changing"] == {"compared": "refused", "not compared": "loaded"}
-    assert found["right"] == {"compared": "read back", "not compared": "loaded"}
+    assert found["changing"]["compared"] == "refused"
+    assert found["changing"]["not compared"] == "loaded"
+    assert found["right"]["compared"] == "read back"
+    assert found["right"]["not compared"] == "loaded"
+
+
+def test_partial_pushes_are_read_back_after_a_complete_one_that_was(found: dict[str, Any]) -> None:
+    assert found["right"]["partial"] == "read back"
+    assert found["right"]["partial after it"] == "loaded"
 
 
 def test_a_worker_that_cannot_load_weights_takes_the_rest_of_them(found: dict[str, Any]) -> None:

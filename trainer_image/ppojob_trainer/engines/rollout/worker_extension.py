@@ -142,6 +142,8 @@ class WeightReceiverExtension:
         model, tensors = self.model_runner.get_model(), iter(stream)
         is_copied = self._ppojob_copies(model)
         load = model.load_weights if is_copied else partial(self._ppojob_reload, version, is_partial=stream.is_partial)
+        if not stream.is_partial:
+            self.ppojob_read_back = None
         if not stream.is_compared:
             load(tensors)
             return False, None

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 COMPARED_EVERY: Final = 10
-"""Every tenth push over a link is compared, and so is the first one of each kind: whole tensors or boxes, partial or
-not."""
+"""Every tenth push over a link is compared, and so is the first one of each kind (whole tensors or boxes, partial or
+not) and each complete one after a partial one."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class _LinkEnd:
         self._address = address
         self._store: TCPStore | None = None
         self._channel: Channel | None = None
-        self._num_pushes, self._is_divided = 0, False
+        self._num_pushes, self._is_divided, self._was_partial = 0, False, False
         self._sending: _Sending | None = None
 
     def listen(self) -> WeightLink:
@@ -219,7 +219,8 @@ class _LinkEnd:
         if number == 1 and self._plan.part is not None:
             self._divide(self._store)
         key = buckets_key(is_divided=self._is_divided, is_partial=is_partial)
-        is_compared = number % COMPARED_EVERY == 0 or key not in self._layouts
+        is_new = key not in self._layouts or (self._was_partial and not is_partial)
+        is_compared, self._was_partial = is_new or number % COMPARED_EVERY == 0, is_partial
         self._lay_out(self._store, key, [spec for spec in self._specs if not (is_partial and spec.is_frozen)])
         announcement = Announcement(version, is_compared, self._is_divided, is_partial)
         self._store.set(announcement_key(number), announcement.to_text())
