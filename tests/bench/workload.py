@@ -106,8 +106,8 @@ class Size:
 
 
 def size_of(shape: str) -> Size:
-    """Return the size of the workload for a shape; a small one for `tiny`."""
-    return Size("tiny", 8, 16, 16, 512) if shape == "tiny" else Size(shape)
+    """Return the size of the workload for a shape; a small one for tiny shapes."""
+    return Size(shape, 8, 16, 16, 512) if shape.startswith("tiny") else Size(shape)
 
 
 def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = None) -> None:

@@ -83,32 +83,36 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
     for name, plan in plans.items():
         found += _memory(_run(name), plan)
         if _run(name).phases:
-            others, is_own = _others(name, timed)
+            others, own = _others(name, timed)
             seconds = seconds_of(plan.spec, timed[name].workload, timed[name].gpu, others)
             measured = {**_run(name).phases, "step": _run(name).step}
             planned = {**seconds.phases, "step": seconds.step.seconds}
             found += [
-                Compared(name, phase, "s", value, round(planned[phase], 2), is_own and phase != Phase.GENERATE)
+                Compared(name, phase, "s", value, round(planned[phase], 2), phase in own)
                 for phase, value in measured.items()
                 if value is not None and phase in planned
             ]
     return found
 
 
-def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], bool]:
-    """Return the runs from which a run's seconds are predicted, and whether its own job is among them.
+def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], set[str]]:
+    """Return the runs from which a run's seconds are predicted, and which of its seconds have a rate of its own job.
 
-    It is, without its generation, if it is the only mixture of experts.
+    These are the phases of a mixture of experts that no other mixture has measured, but not its generation; with any
+    of them, its step too.
     """
     job = _run(name).repeats or name
     rates = {other: one for other, one in timed.items() if _gives_rates(_run(other))}
     others = [one for other, one in rates.items() if other != job]
-    is_own = timed[name].workload.has_experts and not any(one.workload.has_experts for one in others)
-    if is_own and job in rates:
-        own = rates[job]
-        seconds = {phase: value for phase, value in own.seconds.items() if phase != Phase.GENERATE}
-        others.append(replace(own, seconds=seconds))
-    return others, is_own
+    if not timed[name].workload.has_experts or job not in rates:
+        return others, set()
+    known = {phase for one in others if one.workload.has_experts for phase in one.seconds}
+    seconds = {
+        phase: value for phase, value in rates[job].seconds.items() if phase not in known and phase != Phase.GENERATE
+    }
+    if not seconds:
+        return others, set()
+    return [*others, replace(rates[job], seconds=seconds)], {*seconds, "step"}
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:

@@ -250,6 +250,25 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         step=28.4,
     ),
     MeasuredRun(
+        "7 B (26 layers), one pool of two GPUs, critic with LoRA, compiled",
+        _workload(
+            _LARGE,
+            {"all": 2},
+            {},
+            24_576,
+            model={
+                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED},
+                "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED},
+            },
+            rollout={"sleep": True},
+        ),
+        layers=26,
+        pools={"all": 124.7},
+        roles={"actor": 77.1, "critic": 22.6, "ref": 12.6},
+        phases=_phases(3.55, 1.9, 2.01, 2.17, 5.79, 8.71, 0.56),
+        step=25.0,
+    ),
+    MeasuredRun(
         "7.6 B, one GPU, LoRA, 64 responses",
         _workload(
             _LARGE,
@@ -270,23 +289,14 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         step=15.2,
         sends_all=True,
     ),
-    # The caches of the allocators grew until the GPU was full, so the pool's memory is no need.
     MeasuredRun(
         _EXPERTS,
         _experts(),
-        roles={"actor": 67.6},
-        phases={"gen": 19.1, "old_log_prob": 5.98, "ref": 5.77, "update_actor": 22.0, "update_weights": 5.72},
-        step=58.6,
-        sends_all=True,
+        roles={"actor": 66.3},
+        phases={"gen": 19.7, "old_log_prob": 5.29, "ref": 4.79, "update_actor": 21.1},
+        step=53.0,
     ),
-    # The middle of the ranges of its steps; its reference was not written down.
-    MeasuredRun(
-        f"{_EXPERTS}, routing replay",
-        _experts(routingReplay=True),
-        roles={"actor": 67.7},
-        phases={"gen": 21.7, "old_log_prob": 6.1, "update_actor": 22.2, "update_weights": 5.6},
-        step=61.4,
-        repeats=_EXPERTS,
-        sends_all=True,
-    ),
+    MeasuredRun(f"{_EXPERTS}, adapters sent", _experts(), phases={"update_weights": 0.71}, repeats=_EXPERTS),
+    # Measured with an earlier version, whose phases were slower.
+    MeasuredRun(f"{_EXPERTS}, all weights sent", _experts(), phases={"update_weights": 5.72}, sends_all=True),
 )
