@@ -226,16 +226,16 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
 def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients: int) -> float:
     """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
-    Of divided experts, those of a rank are gathered; stages have as large a share of the experts as of all parameters.
-    If a single GPU computes a model or stage, the gradients are accumulated in place. Adapters count as if none were of
-    divided experts.
+    Of divided experts and their adapters, those of a rank are gathered; stages have as large a share of experts and of
+    adapters as of all parameters. If a single GPU computes a model or stage, the gradients are accumulated in place.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    in_adapters = size.in_adapters * size.largest_stage / size.num_parameters
-    of_adapters = in_adapters * (_BFLOAT16 + (_FLOAT32 if is_summed else 0))
-    in_experts = size.in_experts * size.largest_stage / size.num_parameters
-    of_others = in_experts - in_experts / _dividing(spec)[base_role(role)].expert_parallel_size
-    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0)) + of_adapters
+    of_other_ranks = 1 - 1 / _dividing(spec)[base_role(role)].expert_parallel_size
+    of_stage = size.largest_stage / size.num_parameters
+    parameters = size.largest_stage - size.in_experts * of_stage * of_other_ranks
+    adapters = (size.in_adapters - size.in_expert_adapters * of_other_ranks) * of_stage
+    each, of_adapter = (_BFLOAT16 + (gradient if is_summed else 0) for gradient in (gradients, _FLOAT32))
+    return parameters * each + adapters * of_adapter
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:

@@ -72,8 +72,10 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
             owner.add_module(ADAPTERS, adapters)
 
 
-def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
-    """Return how many parameters the adapters of a model would have. The model gets them, without values.
+def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> tuple[int, int]:
+    """Return how many parameters the adapters of a model would have, and how many of them those of experts.
+
+    The model gets them, without values.
 
     Raises:
         ModelUnsupportedError: a target is not a linear layer of the model.
@@ -81,9 +83,11 @@ def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
     layers = getattr(language_model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         # It is refused when it is built.
-        return 0
+        return 0, 0
     add_adapters(language_model, layers, lora)
-    return sum(parameter.numel() for name, parameter in layers.named_parameters() if is_adapter(name))
+    found = [parameter for name, parameter in layers.named_parameters() if is_adapter(name)]
+    of_experts = (parameter.numel() for parameter in found if parameter.ndim == 3)
+    return sum(parameter.numel() for parameter in found), sum(of_experts)
 
 
 def _experts(
