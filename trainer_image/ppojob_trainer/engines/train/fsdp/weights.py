@@ -13,7 +13,7 @@ model are frozen, but for those that vLLM may fuse with an adapted one (`_frozen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from itertools import groupby
@@ -117,10 +117,7 @@ class ShardedWeights:
     @cached_property
     def _adapted(self) -> frozenset[str]:
         """The names of the parameters of the whole model that have adapters."""
-        names = [name for name, _ in self._language_model.named_parameters()]
-        if self._stage is not None:
-            names = [part.name for part in self._stage.parts]
-        return frozenset(weight_of(name) for name in names if is_adapter(name))
+        return frozenset(weight_of(part.name) for part in self._adapters)
 
     @cached_property
     def _layers(self) -> dict[str, FSDPModule]:
@@ -163,26 +160,43 @@ class ShardedWeights:
                     gathered.enter_context(_unsharded(layer))
                 yield from map(self._whole, group)
 
-    @torch.no_grad()
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of `gather_adapters`, by name and in its order.
 
         Their names are those of the layers in a checkpoint, with lora_A or lora_B.
         """
-        written = {part.name: ones for part, ones in self._written}
-        for name, tensor in self._whole_adapters():
-            yield from of_layers(name, tensor, written[weight_of(name)])
+        meta = ((part.name, torch.empty(part.shape, device="meta")) for part in self._adapters)
+        return {name: tuple(tensor.shape) for name, tensor in self._of_layers(meta)}
 
-    def _whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' parameters, whole, with their names in the model."""
+    @torch.no_grad()
+    def gather_adapters(self) -> Iterator[Tensor]:
+        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+
+        They are on the device.
+        """
         named = self._language_model.named_parameters()
         own = ((name, _full(parameter.detach())) for name, parameter in named if is_adapter(name))
         with self._on_device():
-            if self._stage is None:
-                yield from own
-                return
-            parts = [part for part in self._stage.parts if is_adapter(part.name)]
-            yield from self._of_stages(self._stage, parts, (tensor for _, tensor in own), torch.float32)
+            whole: Iterator[tuple[str, Tensor]] = own
+            if self._stage is not None:
+                tensors = (tensor for _, tensor in own)
+                whole = self._of_stages(self._stage, self._adapters, tensors, torch.float32)
+            for _, tensor in self._of_layers(whole):
+                yield tensor
+
+    def _of_layers(self, adapters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrices of the layers in a checkpoint, from the adapters' parameters with their names."""
+        written = {part.name: ones for part, ones in self._written}
+        for name, tensor in adapters:
+            yield from of_layers(name, tensor, written[weight_of(name)])
+
+    @cached_property
+    def _adapters(self) -> list[Part]:
+        """The adapters' parameters of the whole model."""
+        if self._stage is not None:
+            return [part for part in self._stage.parts if is_adapter(part.name)]
+        named = self._language_model.named_parameters()
+        return [Part(name, tuple(parameter.shape), 0) for name, parameter in named if is_adapter(name)]
 
     def _of_stages(
         self, stage: Stage, parts: Sequence[Part], own: Iterator[Tensor], dtype: torch.dtype
