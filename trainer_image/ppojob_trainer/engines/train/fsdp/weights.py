@@ -6,8 +6,9 @@ such as the bias of a router's scores, go in their own dtype. A decoder layer is
 those that it travels with in a forward pass: a message for each of its parameters costs more than their bytes. Of a
 pipeline, each rank gathers its layers when it is their turn, and broadcasts them to the other ranks in one message a
 layer: all ranks go through the whole model in the same order, so every rank may be a sender. Adapters are merged into
-the weights that they belong to, in float32, so the rollout engine knows nothing of them. All other tensors of such a
-model are frozen, but for those that vLLM may fuse with an adapted one (`_frozen`).
+the weights that they belong to, in float32, so the rollout engine knows nothing of them; those of experts by the ranks
+that have these experts (`expert_blocks`). All other tensors of such a model are frozen, but for those that vLLM may
+fuse with an adapted one (`_frozen`).
 """
 
 from __future__ import annotations
@@ -80,25 +81,33 @@ class ShardedWeights:
 
         The third value is the first expert of a block. `without`: names of parameters that are left out.
         """
-        large = self._large - without
-        own = {name: tensor for name, tensor in self._own() if name in large}
-        blocks = ExpertBlocks(own, self._experts, self._dtype, self._device) if large else None
+        divided = self._in_blocks - without
+        own = {name: tensor for name, tensor in self._own() if name in divided}
+        blocks = ExpertBlocks(own, self._experts, self._dtype, self._device) if divided else None
         with self._on_device():
-            wholes = self._gather_whole(self._large | without)
+            wholes = self._gather_whole(self._in_blocks | without)
             for part, ones in self._written:
                 if part.name in without:
                     continue
-                if part.name in large:
-                    assert blocks is not None, "it has large parameters"
+                if part.name in divided:
+                    assert blocks is not None, "it has such parameters"
                     yield from blocks.gather(part.name, part.shape, ones)
                 else:
                     yield ones, next(wholes), 0
             assert next(wholes, None) is None, "more is gathered than there are specs"
 
     @cached_property
-    def _large(self) -> frozenset[str]:
+    def _in_blocks(self) -> frozenset[str]:
         """The names of the parameters of the whole model that are gathered in blocks."""
-        return frozenset(part.name for part, ones in self._written if is_large(ones, self._dtype))
+        return frozenset(part.name for part, ones in self._written if self._is_in_blocks(part, ones))
+
+    def _is_in_blocks(self, part: Part, written: Sequence[Written]) -> bool:
+        """Whether a parameter is gathered in blocks: experts that are large, and experts with adapters.
+
+        In blocks, each rank merges adapters into its own experts alone.
+        """
+        is_of_experts = all(one.expert is not None for one in written)
+        return is_of_experts and (part.name in self._adapted or is_large(written, self._dtype))
 
     @cached_property
     def _frozen(self) -> frozenset[str]:
@@ -123,7 +132,7 @@ class ShardedWeights:
     def _layers(self) -> dict[str, FSDPModule]:
         """The FSDP module that is gathered for each parameter and buffer, by the tensor's name."""
         layers = _layers(self._language_model)
-        not_at_once = {layers[name] for name in self._large & layers.keys()}
+        not_at_once = {layers[name] for name in self._in_blocks & layers.keys()}
         return {name: layer for name, layer in layers.items() if layer not in not_at_once}
 
     @property
@@ -138,7 +147,7 @@ class ShardedWeights:
         else:
             parts = [Part(name, tuple(one.shape), 0, _kept_dtype(one)) for name, one in self._own()]
         written = [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
-        return [(part, in_blocks(ones) if is_large(ones, self._dtype) else ones) for part, ones in written]
+        return [(part, in_blocks(ones) if self._is_in_blocks(part, ones) else ones) for part, ones in written]
 
     def _gather_whole(self, without: frozenset[str]) -> Iterator[Tensor]:
         """Yield each parameter and stored buffer of the whole model, but for some."""
