@@ -209,7 +209,7 @@ def test_in_bfloat16_every_product_has_rows_of_a_multiple_of_16_bytes(
     seen: list[Tensor] = []
     product = low_rank._grouped_linear
 
-    def observed(rows: Tensor, weight: Tensor, ends: Tensor, **options: bool) -> Tensor:
+    def observed(rows: Tensor, weight: Tensor, ends: Tensor, **options: Any) -> Tensor:
         seen.extend([rows, weight])
         return product(rows, weight, ends, **options)
 
