@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
-from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -38,6 +36,7 @@ from ppojob_trainer.engines.train.fsdp.loading import (
 )
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
+from ppojob_trainer.engines.train.fsdp.recomputation import recompute
 from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
@@ -258,11 +257,12 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
     layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     is_mixture = num_experts(backbone.config) is not None  # type: ignore[arg-type]
+    # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
+    compiles = options.compile and (parallel.experts is None or not is_mixture)
     for layer in layers:
         if options.gradient_checkpointing:
-            layer.forward = MethodType(_recomputed, layer)
-        # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
-        if options.compile and (parallel.experts is None or not is_mixture):
+            recompute(layer, is_compiled=compiles)
+        if compiles:
             layer.compile()
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
@@ -292,16 +292,6 @@ def _layers(backbone: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
     return layers
-
-
-def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute a layer's `forward` with gradient checkpointing.
-
-    The checkpoint lies inside what is compiled: torch recomputes what it calls around compiled code without that code,
-    and saves other tensors then. As a function of ours, and not a `partial` of torch's, because torch compiles nothing
-    in a frame that is its own.
-    """
-    return activation_checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 def layers_of_messages(layers: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[list[nn.Module]]:
