@@ -214,6 +214,18 @@ def test_a_refusal_says_what_to_do(
     assert words in capsys.readouterr().err
 
 
+def test_a_build_that_fails_names_the_variables_for_another_base_and_index(
+    calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.with_name("podman").write_text("#!/bin/sh\nexit 125\n")
+
+    assert main(["build", "operator"], {**os.environ, "ENGINE": "podman"}) == 1
+    error, remedy = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: exit code 125: podman build ")
+    for name in ("BASE", "UV_DEFAULT_INDEX", "PIP_INDEX_URL"):
+        assert name in remedy
+
+
 def test_every_image_has_a_target_of_make_that_builds_it() -> None:
     makefile = (PROJECT / "Makefile").read_text()
 
