@@ -118,6 +118,13 @@ def test_a_containerfile_declares_the_arguments_that_are_given(containerfile: st
     assert given | {"BASE", "UV_DEFAULT_INDEX", "PIP_INDEX_URL"} == set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
 
 
+@pytest.mark.parametrize("containerfile", CONTAINERFILES)
+def test_a_user_that_the_image_does_not_know_has_a_name_and_a_home(containerfile: str) -> None:
+    [settings] = re.findall(r"^ENV PATH=(?:.*\\\n)+.*", (PROJECT / containerfile).read_text(), re.MULTILINE)
+
+    assert {"HOME", "USER"} <= set(re.findall(r"(\w+)=", settings))
+
+
 def test_both_images_have_the_same_base_by_its_full_name() -> None:
     bases = {re.search(r"^ARG BASE=(.+)$", (PROJECT / name).read_text(), re.MULTILINE) for name in CONTAINERFILES}
 
