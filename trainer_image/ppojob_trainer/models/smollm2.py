@@ -80,7 +80,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     # transformers advises float32, which does not apply: the written model is bfloat16.
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # The weights are plain bfloat16 now; with the GGUF quantizer still attached save_pretrained refuses.
     model.__dict__["hf_quantizer"] = None
