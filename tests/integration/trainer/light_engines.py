@@ -7,11 +7,14 @@ test can lose and add nodes within a minute. Importable in Ray's processes.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +28,7 @@ from ppojob_trainer.engines.weights.buckets import TensorSpec
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
+from ppojob_trainer.protocol import DataProto
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.data import DataWorker
@@ -32,10 +36,23 @@ from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker, _Drawn
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 NUM_TENSORS, SHAPE = 3, (64, 64)
-RESPONSE_S = 1.0
-"""Seconds for a response: long enough to kill a node in mid-generation, on a slow machine too."""
+RESPONSE_S = 0.2
+"""Seconds for a response."""
 LOST_IN_PUSH = 3
 """The version that the engine of rank 1 does not receive to the end: its node is killed."""
+
+
+def limit_parts(folder: Path, rank: int, number: int) -> Path:
+    """Let a replica report so many parts of its responses and no more, until the returned file is deleted.
+
+    So a test can kill its node in mid-generation, however slow the machine is.
+
+    Args:
+        folder: of the logs.
+    """
+    file = folder / f"parts-of-replica-{rank}"
+    file.write_text(str(number))
+    return file
 
 
 def response_of(seed: int, weights: float) -> list[int]:
@@ -97,7 +114,9 @@ class LightEngine:
 
 
 class LightReplica(RolloutWorker):
-    """A replica with a light engine."""
+    """A replica with a light engine. num_parts: reported since there is a limit, see `limit_parts`."""
+
+    num_parts = 0
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self.context, self.spec = context, spec
@@ -108,6 +127,18 @@ class LightReplica(RolloutWorker):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
         assert isinstance(self._drawn.finished, queue.SimpleQueue)
+
+    def _batch(self, prompt_ids: list[list[int]], written: Sequence[Generation]) -> DataProto:
+        while self.num_parts >= (limit := self._limit()):
+            time.sleep(0.05)
+        self.num_parts = 0 if limit == math.inf else self.num_parts + 1
+        return super()._batch(prompt_ids, written)
+
+    def _limit(self) -> float:
+        try:
+            return float((self.context.log_file.parent / f"parts-of-replica-{self.context.rank}").read_text())
+        except FileNotFoundError:
+            return math.inf
 
 
 class _Source:

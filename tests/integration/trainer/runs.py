@@ -74,6 +74,26 @@ def reward_of_letters(seconds: float = 0.0) -> dict[str, Any]:
     return {"function": {"path": str(Path(__file__).with_name("count_letters.py")), "kwargs": {"seconds": seconds}}}
 
 
+def reward_until(root: Path, num_records: int) -> dict[str, Any]:
+    """Return the same reward; it gives no scores once the run in `root` has so many records, until `kill_unfinished`.
+
+    Steps that begin afterwards cannot end, so a run cannot end before a test kills it, however slow the machine is.
+    """
+    reward = reward_of_letters()
+    function = {
+        **reward["function"],
+        "kwargs": {"root": str(root), "num_records": num_records},
+        "timeoutSeconds": int(LIMIT_S),
+    }
+    return {"function": function}
+
+
+def kill_unfinished(run: subprocess.Popen[bytes], root: Path) -> None:
+    """Kill a run with the reward of `reward_until`; the next one with this spec gets scores."""
+    kill(run)
+    (root / "is-killed").touch()
+
+
 def spec_of(model: Path, /, **changes: Any) -> dict[str, Any]:
     """Return a spec of three steps in two pools, with these sections in place of the usual ones."""
     return {

@@ -37,7 +37,14 @@ from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker, sample_see
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.stored_rows import store_rows
 from ppojob_trainer.worker_groups.table import Table
-from tests.integration.trainer.light_engines import LOST_IN_PUSH, LightActor, LightData, LightReplica, response_of
+from tests.integration.trainer.light_engines import (
+    LOST_IN_PUSH,
+    LightActor,
+    LightData,
+    LightReplica,
+    limit_parts,
+    response_of,
+)
 from tests.integration.trainer.test_pools_over_nodes import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -212,10 +219,14 @@ async def whole_story(nodes: Nodes, folder: Path) -> None:
         assert run.generation.metrics()["rollout/repeated_samples"] == 0
 
         await run.push()
+        # The other engine cannot take all samples meanwhile.
+        waits = limit_parts(folder, 1, 0)
+        limit_parts(folder, 0, 1)
         generating = asyncio.create_task(run.generate())
         await run.rollout.wait_for_report(0)
         assert not generating.done()
         await asyncio.to_thread(nodes.kill, run.node_of(0))
+        waits.unlink()
         await generating
         found = run.generation.metrics()
         assert (found["rollout/engines"], found["rollout/elastic_losses"]) == (1, 1)
@@ -230,6 +241,7 @@ async def whole_story(nodes: Nodes, folder: Path) -> None:
         await run.generate()
 
         await run.push()
+        limit_parts(folder, 2, 1)
         generating = asyncio.create_task(run.generate())
         await run.rollout.wait_for_report(2)
         assert not generating.done()
