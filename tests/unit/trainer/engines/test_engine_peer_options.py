@@ -333,8 +333,7 @@ def test_two_optimizer_steps_are_those_of_one_rank(seen: Seen, role: str) -> Non
 
 
 def test_layers_are_compiled_where_the_job_says_so(seen: Seen) -> None:
-    # Layers with divided experts are not compiled.
-    is_compiled = "compile" in seen.layout.options and seen.layout.dims.expert == 1
+    is_compiled = "compile" in seen.layout.options
     for mine in seen.ranks:
         assert mine["compilation"]["is_compiled"] == is_compiled
         assert mine["compilation"]["refused"] == 0

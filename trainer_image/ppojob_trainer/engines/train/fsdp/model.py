@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
-from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,6 +25,7 @@ from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import add_counts, divide_experts, shard_experts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.layers import prepare_layer
 from ppojob_trainer.engines.train.fsdp.loading import (
     Conversions,
     allocate,
@@ -43,7 +42,7 @@ from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, part
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.engines.train.model_fit import num_experts, read_config
+from ppojob_trainer.engines.train.model_fit import read_config
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
@@ -257,13 +256,13 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
     runs = [list(run) for is_elsewhere, run in groupby(_layers(backbone), _is_elsewhere) if not is_elsewhere]
     layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
-    is_mixture = num_experts(backbone.config) is not None  # type: ignore[arg-type]
     for layer in layers:
-        if options.gradient_checkpointing:
-            layer.forward = MethodType(_recomputed, layer)
-        # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
-        if options.compile and (parallel.experts is None or not is_mixture):
-            layer.compile()
+        prepare_layer(
+            layer,
+            recomputes=options.gradient_checkpointing,
+            compiles=options.compile,
+            gathers_experts=parallel.experts is not None,
+        )
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
     messages: Iterable[list[nn.Module]] = ([layer] for layer in layers)
@@ -292,16 +291,6 @@ def _layers(backbone: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ModelUnsupportedError(f"{type(backbone).__name__} has no list `layers` of decoder layers to shard")
     return layers
-
-
-def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute a layer's `forward` with gradient checkpointing.
-
-    The checkpoint lies inside what is compiled: torch recomputes what it calls around compiled code without that code,
-    and saves other tensors then. As a function of ours, and not a `partial` of torch's, because torch compiles nothing
-    in a frame that is its own.
-    """
-    return activation_checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 def layers_of_messages(layers: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[list[nn.Module]]:
