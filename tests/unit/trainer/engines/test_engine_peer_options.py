@@ -121,8 +121,11 @@ LONG = {
         ParallelDims(shard=2, expert=2),
         "deepseek",
         LoRA(rank=3, alpha=12.0, target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
+        {"compile": True},
     ),
-    "expert 2 of mixtral": Layout(ParallelDims(shard=2, expert=2), "mixtral", None),
+    "expert 2 of mixtral": Layout(
+        ParallelDims(shard=2, expert=2), "mixtral", None, {"compile": True, "gradient_checkpointing": False}
+    ),
     "pipeline 2 of experts": Layout(ParallelDims(pipeline=2), "experts", None),
     "pipeline 2 x shard 2 of experts, gathered": Layout(
         ParallelDims(shard=2, pipeline=2), "experts", None, {"stays_gathered": True}
