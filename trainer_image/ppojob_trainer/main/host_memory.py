@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.memory_fit import gpus_of_a_stage
+from ppojob_trainer.main.memory_remedies import offloads_that_fit
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = ["OF_A_PROCESS", "HostNeed", "host_needs", "saves_in_background"]
@@ -75,12 +76,12 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
     for host, roles in host_needs(spec, sizes).items():
         total = min(sizes[need.role].host_bytes for need in roles)
         offloaded = sum(need.offloaded for need in roles)
-        parts = ", ".join(f"{need.role} {need.offloaded / _GB:.1f}" for need in roles if need.offloaded)
+        offloading = {need.role: need.offloaded for need in roles if need.offloaded}
+        parts = ", ".join(f"{role} {size / _GB:.1f}" for role, size in offloading.items())
         if offloaded > total:
             raise ModelMismatchError(
                 f"host {host} cannot hold the offloaded tensors: it has {total / _GB:.1f} GB, and "
-                f"{offloaded / _GB:.1f} GB are needed: {parts}. Give the pools more memory (resourcesPerGPU.memory), "
-                "use lora, or leave out model.<role>.offload of a role"
+                f"{offloaded / _GB:.1f} GB are needed: {parts}. {offloads_that_fit(spec, list(offloading), sizes)}"
             )
         staged = sum(need.staged for need in roles)
         needed = offloaded + staged + OF_A_PROCESS * sum(need.num_processes for need in roles)

@@ -23,6 +23,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
+from ppojob_trainer.main.memory_remedies import models_that_fit, passes_that_fit
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = [
@@ -226,16 +227,16 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
 def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients: int) -> float:
     """Return the bytes of a gathered model or stage, with `gradients` bytes per parameter for its gradients.
 
-    Of divided experts, those of a rank are gathered; stages have as large a share of the experts as of all parameters.
-    If a single GPU computes a model or stage, the gradients are accumulated in place. Adapters count as if none were of
-    divided experts.
+    Of divided experts and their adapters, those of a rank are gathered; stages have as large a share of experts and of
+    adapters as of all parameters. If a single GPU computes a model or stage, the gradients are accumulated in place.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    in_adapters = size.in_adapters * size.largest_stage / size.num_parameters
-    of_adapters = in_adapters * (_BFLOAT16 + (_FLOAT32 if is_summed else 0))
-    in_experts = size.in_experts * size.largest_stage / size.num_parameters
-    of_others = in_experts - in_experts / _dividing(spec)[base_role(role)].expert_parallel_size
-    return (size.largest_stage - of_others) * (_BFLOAT16 + (gradients if is_summed else 0)) + of_adapters
+    of_other_ranks = 1 - 1 / _dividing(spec)[base_role(role)].expert_parallel_size
+    of_stage = size.largest_stage / size.num_parameters
+    parameters = size.largest_stage - size.in_experts * of_stage * of_other_ranks
+    adapters = (size.in_adapters - size.in_expert_adapters * of_other_ranks) * of_stage
+    each, of_adapter = (_BFLOAT16 + (gradient if is_summed else 0) for gradient in (gradients, _FLOAT32))
+    return parameters * each + adapters * of_adapter
 
 
 def _frozen(role: str, parameters: float, offload: FrozenOffload, activations: float) -> Need:
@@ -305,15 +306,14 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
         found = pool_memory(spec, pool, [(need, need.total) for need in roles], gpu_bytes)
         least = found.most
-        parts = [str(need) for need in roles]
+        names, parts = [need.role for need in roles], [str(need) for need in roles]
         if found.engine:
             parts.append(_engine_words(spec, sizes, found.engine))
         if least > gpu_bytes:
             raise ModelMismatchError(
                 f"pool {pool} cannot hold its models: each GPU has {gpu_bytes / _GB:.1f} GB, and at least "
-                f"{least / _GB:.1f} GB are needed at the same time, before any activations: {'; '.join(parts)}. Give "
-                "the pool more GPUs, move a role to another pool, use lora or offload, or lower "
-                "rollout.gpuMemoryUtilization"
+                f"{least / _GB:.1f} GB are needed at the same time, before any activations: {'; '.join(parts)}. "
+                + models_that_fit(spec, pool, names, sizes, is_engine=_is_of_engine(spec, pool, found, gpu_bytes))
             )
         # Models that stay gathered use only memory that is left over.
         gathered = {need.role: need.gathered for need in roles if asked.get(base_role(need.role)) is False}
@@ -325,10 +325,15 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
             warnings.append(
                 f"pool {pool} may run out of memory if micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
                 f"GB and about {full / _GB:.1f} GB are needed at the same time: {'; '.join(parts)}; activations at "
-                f"maxTokensPerGPU {activations}. Lower maxTokensPerGPU, or use gradientCheckpointing"
-                + (f", or remove reshardAfterForward of {', '.join(gathered)}" if gathered else "")
+                f"maxTokensPerGPU {activations}. {passes_that_fit(spec, names, sizes, gathered)}"
             )
     return warnings
+
+
+def _is_of_engine(spec: PPOJobSpec, pool: str, memory: PoolMemory, gpu_bytes: float) -> bool:
+    """Whether engines are allocated at a time when a pool needs more memory than its GPUs have."""
+    awake = memory.generation if spec.engines_sleep_in(pool) else memory.most
+    return memory.engine > 0 and awake > gpu_bytes
 
 
 def engine_weights(spec: PPOJobSpec, num_parameters: int, in_embeddings: int) -> float:

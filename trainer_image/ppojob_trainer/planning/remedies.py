@@ -10,6 +10,7 @@ from typing import Final
 
 from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.main.memory_remedies import has_large_adapters
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.pool import PoolPlan, RolePlan, most_planned
 
@@ -33,9 +34,16 @@ def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
         name = role.name
         if not role.trained.gradient_checkpointing:
             yield need.activations, f"model.{name}.gradientCheckpointing: true"
-        if not role.offloads_moments and role.trained.lora is None:
+        lora, measured = role.trained.lora, found.measured
+        is_notable = lora is None or has_large_adapters(measured.num_adapters, measured.num_sent)
+        if not role.offloads_moments and is_notable:
             words = f"model.{name}.offload.optimizer: true (frees {need.optimizer / _GB:.1f} GB outside its updates)"
             yield need.optimizer, words
+        if lora is not None and is_notable and lora.rank > 1:
+            # Their float32 parameters take as much memory as their gradients.
+            freed = (2 * need.gradients + need.optimizer) / 2
+            words = f"model.{name}.lora.rank: {lora.rank // 2} (now {lora.rank}), or fewer lora.targetModules"
+            yield freed, f"{words} (half of the adapters: {freed / _GB:.1f} GB)"
         if found.stays_gathered:
             yield need.activations / 2, f"model.{name}.reshardAfterForward: true"
     length = spec.data.max_prompt_length + spec.data.max_response_length

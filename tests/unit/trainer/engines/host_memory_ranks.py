@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ppojob_api.v1alpha1.model import Offload
+from ppojob_api.v1alpha1.model import LoRA, Offload
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
 from ppojob_trainer.engines.train.dims import ParallelDims
@@ -60,6 +60,8 @@ def measure(parallel: ParallelMesh, model: Path, out: Path) -> dict[str, int]:
     policy.save(out / "before")
     found["save, moments offloaded"] = most_taken(lambda: policy.save(out / "save"))
     found["export"] = most_taken(lambda: policy.export(out / "export"))
+    adapted = make_policy(parallel, model, lora=LoRA(rank=512))
+    found["export, adapters"] = most_taken(lambda: adapted.export(out / "adapted"))
     return found
 
 

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.errors import CheckpointUnwritableError
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import export as export_module
-from ppojob_trainer.engines.train.fsdp import export_files
+from ppojob_trainer.engines.train.fsdp import export_files, lora
 from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, PlannedFile, plan_files
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
@@ -125,6 +126,24 @@ def failing_export(parallel: ParallelMesh, model: Path, batch: DataProto, folder
     with pytest.raises(CheckpointUnwritableError) as found:
         policy.export(folder / "export")
     return {"said": str(found.value)}
+
+
+def export_without_adapters(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:
+    """Export, while rank 0 cannot write the first bytes of the adapters; return what the rank said."""
+    if parallel.rank == 0:
+        lora._header = full  # type: ignore[assignment]
+    policy = make_policy(parallel, model, lora=LoRA(rank=2))
+    with pytest.raises(CheckpointUnwritableError) as found:
+        policy.export(folder / "export")
+    return {"said": str(found.value)}
+
+
+@pytest.mark.slow
+def test_if_the_adapters_cannot_be_written_no_rank_waits_for_more_of_them(model_path: Path, tmp_path: Path) -> None:
+    run_ranks(ParallelDims(shard=2), model_path, tmp_path, export_without_adapters)
+    for rank in range(2):
+        said = torch.load(tmp_path / f"rank-{rank}.pt")["said"]
+        assert "export cannot be written: rank 0: [Errno 28] No space left on device" in said
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
         ("background, both offloaded", 0.5),
         # A file and a layer. All of it is 2 in float32 and 1 in bfloat16.
         ("export", 1.2),
+        # The same: the adapters, 2.5 in float32, are written one at a time.
+        ("export, adapters", 1.2),
         # Moments and, while torch makes them, gradients; no second copy of what is read.
         ("load", 3.5),
     ],

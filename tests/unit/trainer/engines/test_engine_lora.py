@@ -6,10 +6,12 @@ import errno
 import json
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -115,7 +117,7 @@ def test_adapters_that_the_storage_refuses_are_named_and_there_is_no_index(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     engine = make_policy(parallel, model_path)
-    monkeypatch.setattr(lora_module, "save_file", full)
+    monkeypatch.setattr(lora_module, "durable", SimpleNamespace(sync=full))
 
     with pytest.raises(
         CheckpointUnwritableError, match=r"export cannot be written: rank 0: \[Errno 28\] No space left"
@@ -137,8 +139,14 @@ def test_the_export_is_the_sum_with_the_adapters_beside_it(
     config = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 12.0)
-    adapters = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+    file = tmp_path / "export" / "adapter" / "adapter_model.safetensors"
+    adapters = load_file(file)
     assert len(adapters) == 8
+    for name, value in engine.module.language_model.named_parameters():
+        if is_adapter(name):
+            assert torch.equal(adapters[f"base_model.model.{name}.weight"], value.full_tensor())  # type: ignore[operator]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
     down = adapters["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"]
     assert down.shape == (48, 4)
     assert down.abs().max() > 0

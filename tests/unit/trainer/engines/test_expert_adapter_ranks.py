@@ -42,6 +42,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {"expert 2, one without tokens": Layout(ParallelDims(shard=2, expert=2), "starved")}
 LONG = {
     "shard 2, gathered": Layout(ParallelDims(shard=2), "experts", options={"stays_gathered": True}),
+    "shard 2, nothing recomputed": Layout(ParallelDims(shard=2), "experts", options={"gradient_checkpointing": False}),
     "tensor 2": Layout(ParallelDims(tensor=2), "experts"),
     "expert 2 of deepseek": Layout(ParallelDims(shard=2, expert=2), "deepseek"),
     "expert 2 of 4 ranks, gathered, nothing recomputed": Layout(

@@ -1,4 +1,4 @@
-"""Adapters on experts: the numbers of a loop over the experts, what their backward pass computes, and their names."""
+"""Adapters on the experts of a model: their names, what they begin with, and what is sent and exported of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
-from ppojob_trainer.engines.train.fsdp import expert_blocks, experts
+from ppojob_trainer.engines.train.fsdp import expert_blocks
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
-from ppojob_trainer.engines.train.fsdp.lora import adapters_off, add_adapters, initial_adapters, is_adapter
+from ppojob_trainer.engines.train.fsdp.lora import initial_adapters, is_adapter
 from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -33,14 +30,11 @@ from ppojob_trainer.models.support import FAMILIES, Support
 from ppojob_trainer.protocol import Keys
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.option_ranks import fill_second_matrices
-from tests.unit.trainer.engines.test_grouped_experts import _Products, inputs, saved_shapes
 from tests.unit.trainer.engines.tiny_experts import (
     EXPERT_SIZE,
     MIXTURES,
-    NUM_EXPERTS,
     PER_TOKEN,
     save_tiny_experts,
-    tiny_experts,
 )
 from tests.unit.trainer.engines.tiny_llama import make_batch
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
@@ -54,160 +48,6 @@ USUAL = ("gate_proj", "up_proj", "down_proj")
 @pytest.fixture(params=MIXTURES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def adapted(targets: list[str], family: str = "qwen3_moe", rank: int = RANK, **settings: Any) -> tuple[str, nn.Module]:
-    """Return the first layer's experts with adapters whose matrices are random, and their name."""
-    model = tiny_experts(family=family, **settings)
-    experts.add_counts(model)
-    model.requires_grad_(False)
-    add_adapters(
-        model, model.base_model.get_submodule("layers"), LoRA(rank=rank, alpha=FACTOR * rank, target_modules=targets)
-    )  # type: ignore[arg-type]
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            nn.init.normal_(parameter, std=0.2)
-    name, found = next(experts.expert_modules(model))
-    found.config._experts_implementation = experts.IMPLEMENTATION  # type: ignore[union-attr, assignment]
-    return name, found
-
-
-def loop(module: nn.Module, targets: list[str], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """One expert after the other, each as three linear layers with adapters as in the paper."""
-    total = torch.zeros_like(hidden)
-    layers = dict(module.named_parameters())
-    for expert in range(NUM_EXPERTS):
-
-        def linear(tokens: Tensor, weight: Tensor, fused: str, name: str, expert: int = expert) -> Tensor:
-            output = functional.linear(tokens, weight)
-            if name in targets:
-                down, up = (layers[f"adapters.{fused}.{name}.lora_{part}"][expert] for part in "AB")
-                output = output + FACTOR * functional.linear(functional.linear(tokens, down), up)
-            return output
-
-        of_gate, of_up = layers["gate_up_proj"][expert].chunk(2)
-        gate = linear(hidden, of_gate, "gate_up_proj", "gate_proj")
-        up = linear(hidden, of_up, "gate_up_proj", "up_proj")
-        inner = functional.silu(gate) * up
-        result = linear(inner, layers["down_proj"][expert], "down_proj", "down_proj")
-        total = total + result * ((chosen == expert) * weights).sum(dim=1, keepdim=True)
-    return total
-
-
-TARGETS = [[*USUAL], ["gate_proj", "up_proj"], ["gate_proj"], ["up_proj", "down_proj"], ["down_proj"]]
-
-
-@pytest.mark.parametrize("rank", [RANK, 8])
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
-def test_values_and_gradients_are_those_of_a_loop_over_the_experts(targets: list[str], rank: int) -> None:
-    _, module = adapted(targets, rank=rank)
-    hidden, chosen, weights = inputs(torch.float32, torch.float32)
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert len(trained) == 2 * len(targets)
-    outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
-    given = [hidden, weights, *trained.values()]
-
-    output = experts.count_and_multiply(module, hidden, chosen, weights)
-    found = [output, *torch.autograd.grad(output, given, outer)]
-
-    expected = loop(module, targets, hidden, chosen, weights)
-    exact = [expected, *torch.autograd.grad(expected, given, outer)]
-    for name, ours, theirs in zip(["output", "hidden", "weights", *trained], found, exact, strict=True):
-        scale = theirs.abs().max()
-        assert scale > 0
-        # Float32 sums in another order.
-        torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0, msg=name)
-    for name, gradient in zip(trained, found[3:], strict=True):
-        assert not gradient[-1].any(), f"{name}: no token chose the last expert"
-    with adapters_off(module):
-        plain = experts.count_and_multiply(module, hidden, chosen, weights)
-    torch.testing.assert_close(plain, loop(module, [], hidden, chosen, weights), atol=1e-4, rtol=1e-5)
-
-
-def test_frozen_experts_get_no_gradients_beside_their_adapters() -> None:
-    _, module = adapted([*USUAL])
-    hidden, chosen, weights = inputs(torch.float32, torch.float32)
-    with _Products() as products, saved_shapes() as saved:
-        output = experts.count_and_multiply(module, hidden, chosen, weights)
-        assert products.number == 2 * 3
-        output.sum().backward()
-    # The rows' gradients of six products, and those of two pairs of matrices.
-    assert products.number == 2 * 3 + 6 + 4
-    # Ranks are filled up to 8. No copy of the experts' weights is kept.
-    assert (NUM_EXPERTS, 16, HIDDEN) not in saved
-    for shape in ((NUM_EXPERTS, HIDDEN, 16), (NUM_EXPERTS, 16, 2 * EXPERT_SIZE), (NUM_EXPERTS, EXPERT_SIZE, 8)):
-        assert saved.count(shape) == 1
-    rows = len(hidden) * PER_TOKEN
-    assert saved.count((rows, HIDDEN)) == 1
-    assert saved.count((rows, EXPERT_SIZE)) == 1
-
-
-class _Weights(TorchDispatchMode):
-    """Records the shapes of the matrices by which rows are multiplied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is torch.ops.aten._grouped_mm.default:
-            self.shapes.append(tuple(args[1].shape))
-        return operation(*args, **kwargs or {})
-
-
-def test_a_recomputed_layer_leaves_out_the_last_product_of_the_base() -> None:
-    _, module = adapted([*USUAL])
-    hidden, chosen, weights = inputs(torch.float32, torch.float32)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
-    output = experts.count_and_multiply(module, hidden, chosen, weights)
-    expected = torch.autograd.grad(output, [hidden, weights, *trained], outer)
-    with _Weights() as seen:
-        output = checkpoint(experts.count_and_multiply, module, hidden, chosen, weights, use_reentrant=False)
-        found = torch.autograd.grad(output, [hidden, weights, *trained], outer)
-    assert len(seen.shapes) == 6 + 5 + 10
-    # Gate and up are computed twice, and down once; the transposed ones are those of the rows' gradients.
-    base = {"gate_up": (NUM_EXPERTS, HIDDEN, 2 * EXPERT_SIZE), "down": (NUM_EXPERTS, EXPERT_SIZE, HIDDEN)}
-    assert {name: seen.shapes.count(shape) for name, shape in base.items()} == {"gate_up": 2, "down": 1}
-    for ours, of_all in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, of_all, atol=0, rtol=0)
-
-
-def test_without_rows_adapters_get_gradients_of_zeros() -> None:
-    from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
-
-    _, module = adapted([*USUAL])
-    rows = torch.zeros(0, HIDDEN, requires_grad=True)
-    multiply(module, rows, torch.zeros(0), torch.zeros(NUM_EXPERTS, dtype=torch.int32)).sum().backward()
-    for parameter in module.parameters():
-        assert parameter.requires_grad == (parameter.grad is not None)
-        assert parameter.grad is None or not parameter.grad.any()
-
-
-@pytest.mark.parametrize("rank", [RANK, 16])
-def test_in_bfloat16_every_product_has_rows_of_a_multiple_of_16_bytes(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the grouped product of a GPU needs; the one of the CPU does not."""
-    from ppojob_trainer.engines.train.fsdp import low_rank
-
-    _, module = adapted([*USUAL], rank=rank)
-    seen: list[Tensor] = []
-    product = low_rank._grouped_linear
-
-    def observed(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        seen.extend([rows, weight])
-        return product(rows, weight, ends)
-
-    monkeypatch.setattr(low_rank, "_grouped_linear", observed)
-    hidden, chosen, weights = inputs(torch.bfloat16, torch.bfloat16)
-    experts.count_and_multiply(module.bfloat16(), hidden, chosen, weights).sum().backward()
-    assert len(seen) == 8
-    for tensor in seen:
-        assert tensor.is_contiguous()
-        assert tensor.shape[-1] * tensor.element_size() % 16 == 0
-        assert tensor.data_ptr() % 16 == 0
 
 
 def make_policy(parallel: ParallelMesh, path: Path, targets: list[str], **model: Any) -> FSDPEngine:
@@ -302,12 +142,10 @@ def test_what_is_sent_and_exported_is_the_base_plus_the_products(
         expected = tensor if exported[name].dtype == torch.float32 else tensor.bfloat16()
         assert torch.equal(exported[name], expected)
 
-    # The same of layers that are too large to gather at once.
-    monkeypatch.setattr(expert_blocks, "LARGE_BYTES", 0)
+    # The same in smaller blocks.
     monkeypatch.setattr(expert_blocks, "BLOCK_BYTES", 4 * 2 * EXPERT_SIZE * HIDDEN * 4)
     in_blocks = sent(policy)
-    assert in_blocks.keys() == weights.keys()
-    assert list(in_blocks) != list(weights)
+    assert list(in_blocks) == list(weights)
     for name, tensor in weights.items():
         assert torch.equal(in_blocks[name], tensor), name
 

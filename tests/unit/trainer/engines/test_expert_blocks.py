@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import expert_blocks
+from ppojob_trainer.engines.train.fsdp import expert_blocks, low_rank
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
+from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, MIXTURES, NUM_EXPERTS, save_tiny_experts
 from tests.unit.trainer.engines.two_ranks import make_policy
 
 WIDTH = 48
@@ -86,6 +87,27 @@ def test_blocks_have_the_weights_of_whole_layers(tmp_path: Path, name: str) -> N
     exports = [load_export(tmp_path / folder) for folder in ("whole", "in blocks")]
     assert exports[0].keys() == exports[1].keys() == found["whole"].keys()
     torch.testing.assert_close(exports[1], exports[0], atol=0, rtol=0)
+
+
+def merged_experts(parallel: ParallelMesh, model: Path, _: DataProto, folder: Path) -> dict[str, Any]:
+    """Return how many projections of experts this rank merges for a push, and for an export."""
+    policy = make_policy(parallel, model, lora=LoRA(rank=2))
+    counts = []
+    for call in (lambda: gathered(policy), lambda: policy.export(folder / "export")):
+        with mock.patch.object(low_rank, "merge", side_effect=low_rank.merge) as merge:
+            call()
+        counts.append(merge.call_count)
+    return {"counts": counts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(shard=4), ParallelDims(shard=2, pipeline=2, expert=2)], ids=str)
+def test_each_rank_merges_adapters_into_its_own_experts_alone(tmp_path: Path, dims: ParallelDims) -> None:
+    run_ranks(dims, save_tiny_experts(tmp_path / "model"), tmp_path, merged_experts)
+    found = [torch.load(tmp_path / f"rank-{rank}.pt")["counts"] for rank in range(4)]
+    in_all = 3 * NUM_EXPERTS * MIXTURES["qwen3_moe"].num_sparse
+    assert [sum(counts) for counts in zip(*found, strict=True)] == [in_all, in_all]
+    assert max(max(counts) for counts in found) < in_all / 2
 
 
 def test_one_rank_has_all_experts(parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from ppojob_api.v1alpha1.model import LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import ModelUnsupportedError
 from ppojob_trainer.main.host_memory import host_needs
-from ppojob_trainer.main.memory_fit import needs
+from ppojob_trainer.main.memory_fit import Need, needs
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, size_of
 from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
 from tests.unit.trainer.main.test_host_memory import sizes as sizes_with_hosts
@@ -35,6 +35,27 @@ def test_adapters_have_float32_weights_gradients_and_moments() -> None:
     assert kept.is_returned
 
 
+def test_of_adapters_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
+    """Of 1 B frozen parameters on four GPUs, 0.8 B are of experts, and 0.08 B of 0.1 B in adapters are of theirs."""
+    spec = spec_of(4, lora=LORA)
+    mixture = replace(
+        sizes(1)["actor"], in_experts=8 * GB // 10, in_adapters=GB // 10, in_expert_adapters=8 * GB // 100
+    )
+
+    def need(size: int, adapted: ModelSize = mixture) -> Need:
+        divided = spec.actor.model_copy(update={"expert_parallel_size": size})
+        (found,) = needs(spec.model_copy(update={"actor": divided}), {"actor": adapted})["a"]
+        return found
+
+    # 2 bytes of each parameter; of each in an adapter 4 more, for its gradient.
+    assert need(1).gathered == pytest.approx((2 * 1 + 6 * 0.1) * GB)
+    assert need(4).gathered == pytest.approx((2 * (0.2 + 0.2) + 6 * (0.02 + 0.02)) * GB)
+    # Whole parameters are divided over all GPUs, however experts are.
+    assert replace(need(4), gathered=0) == replace(need(1), gathered=0)
+    other_layers = replace(mixture, in_expert_adapters=0)
+    assert need(4, other_layers).gathered == pytest.approx((2 * (0.2 + 0.2) + 6 * 0.1) * GB)
+
+
 def test_they_are_offloaded_and_saved_with_their_moments() -> None:
     tenth = {"actor": replace(sizes_with_hosts(1, 64)["actor"], in_adapters=GB // 10)}
     (adapted,) = host_needs(spec_with_hosts(lora=LORA, offload={"parameters": True}), tenth)["one"]
@@ -53,7 +74,10 @@ def test_their_parameters_are_counted_apart(tmp_path: Path) -> None:
 
     # One of three layers is dense, with 64 numbers in between.
     assert counted("gate_proj").in_adapters == 4 * (2 * NUM_EXPERTS * (48 + EXPERT_SIZE) + 48 + 64)
-    assert replace(counted("gate_proj"), in_adapters=0) == replace(counted("q_proj"), in_adapters=0)
+    assert counted("gate_proj").in_expert_adapters == 4 * 2 * NUM_EXPERTS * (48 + EXPERT_SIZE)
+    without = [replace(counted(name), in_adapters=0, in_expert_adapters=0) for name in ("gate_proj", "q_proj")]
+    assert without[0] == without[1]
+    assert counted("q_proj").in_expert_adapters == 0 < counted("q_proj").in_adapters
     with pytest.raises(ModelUnsupportedError, match=r"\['experts'\] are no linear layers"):
         counted("experts")
     # A user's engine decides what the names mean.

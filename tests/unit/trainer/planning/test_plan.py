@@ -74,6 +74,32 @@ def test_what_does_not_fit_is_named_with_fields_to_change(tmp_path: Path) -> Non
     assert any(one.startswith("model.critic.offload.optimizer: true (frees 0.0 GB") for one in pool.changes)
 
 
+@pytest.mark.parametrize(
+    ("adapters", "lora", "proposed"),
+    [
+        (MB, {"rank": 16}, True),
+        (MB, {"rank": 1}, False),
+        # Next to nothing beside the frozen weights.
+        (1000, {"rank": 16}, False),
+    ],
+)
+def test_large_adapters_may_be_smaller(tmp_path: Path, adapters: int, lora: dict[str, int], proposed: bool) -> None:
+    spec = job(write_config(tmp_path), model={"actor": {"path": write_config(tmp_path), "lora": lora}})
+
+    def measured(work: Work) -> Measured:
+        in_adapters = adapters * (work.options.lora is not None)
+        return replace(stub(work), num_parameters=10 * MB, num_adapters=in_adapters)
+
+    (pool,) = plan_job(spec, {"all": replace(H200, memory=13e9)}, runner=measured).pools
+
+    gradients, moments = pool.roles[0].need.gradients, pool.roles[0].need.optimizer
+    freed = (2 * gradients + moments) / 2 / 1e9
+    words = f"model.actor.lora.rank: 8 (now 16), or fewer lora.targetModules (half of the adapters: {freed:.1f} GB)"
+    assert (words in pool.changes) == proposed
+    assert any("model.actor.lora.rank" in one for one in pool.changes) == proposed
+    assert any("model.actor.offload.optimizer" in one for one in pool.changes) == (adapters == MB)
+
+
 def test_a_group_that_divides_a_sequence_may_have_fewer_tokens_than_the_sequence(tmp_path: Path) -> None:
     """A sequence has up to 128 tokens, of which each of two ranks computes 64."""
     critic = {"miniBatchSize": 8, "sequenceParallelSize": 2, "maxTokensPerGPU": 128}

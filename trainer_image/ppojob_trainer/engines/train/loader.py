@@ -56,8 +56,8 @@ def parameters_of_stages(language_model: PreTrainedModel, size: int, virtual: in
     return stages.parameters_of_stages(language_model, size, virtual)
 
 
-def parameters_of_adapters(language_model: PreTrainedModel, lora: LoRA) -> int:
-    """Return how many parameters the adapters of a model would have.
+def parameters_of_adapters(language_model: PreTrainedModel, lora: LoRA) -> tuple[int, int]:
+    """Return how many parameters the adapters of a model would have, and how many of them those of experts.
 
     Raises:
         ModelUnsupportedError: the model has no layers of a name in `lora.targetModules`.

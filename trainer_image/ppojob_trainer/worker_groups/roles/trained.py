@@ -76,8 +76,8 @@ class ModelSize:
     have them. in_experts: parameters of fused experts; experts_per_token: those that compute a token; 0 if the model is
     no mixture. in_embeddings: parameters of a language model's embedding and output layer. host, host_bytes: address of
     the first rank's pod or machine, and its memory in bytes. stages: number of parameters of each pipeline stage, or of
-    all stages that a rank has; empty without a pipeline. in_adapters: parameters of adapters, which no other number
-    has.
+    all stages that a rank has; empty without a pipeline. in_adapters: parameters of adapters, which no number above
+    has; in_expert_adapters: those of them that are adapters of experts.
     """
 
     num_parameters: int
@@ -92,6 +92,7 @@ class ModelSize:
     host_bytes: int = 0
     stages: tuple[int, ...] = ()
     in_adapters: int = 0
+    in_expert_adapters: int = 0
 
     @property
     def largest_stage(self) -> int:
@@ -121,7 +122,7 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         return int(getattr(config, name, None) or 0)
 
     is_fsdp = training is None or training.engine is Engine.FSDP
-    return ModelSize(
+    size = ModelSize(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         gpu_bytes=gpu_bytes,
         layers=number("num_hidden_layers"),
@@ -131,9 +132,12 @@ def size_of(config: PretrainedConfig, source: ModelSource, gpu_bytes: int, train
         in_experts=sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 3),
         in_embeddings=embedding_parameters(config) if source.has_output_layer else 0,
         stages=parameters_of_stages(module, num_ranks, virtual) if num_ranks > 1 else (),
-        # The last one: the module gets the adapters.
-        in_adapters=parameters_of_adapters(module, source.lora) if source.lora is not None and is_fsdp else 0,
     )
+    if source.lora is None or not is_fsdp:
+        return size
+    # After all other counts: the module gets the adapters.
+    in_adapters, of_experts = parameters_of_adapters(module, source.lora)
+    return replace(size, in_adapters=in_adapters, in_expert_adapters=of_experts)
 
 
 def dims_of(training: Trained | None, world_size: int, per_host: int, config: PretrainedConfig | None) -> ParallelDims:

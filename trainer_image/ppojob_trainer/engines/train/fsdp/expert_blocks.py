@@ -1,8 +1,9 @@
-"""The experts of large mixtures, gathered some at a time: a layer of DeepSeek-V3 has 22.5 GB of them in bfloat16.
+"""The experts of a mixture, gathered some at a time: a layer of DeepSeek-V3 has 22.5 GB of them in bfloat16.
 
-Called by `weights`. A fused parameter [E, outputs, inputs] is divided by whole experts, whatever divides it: expert
-parallelism, FSDP, pipeline stages, copies of the model. So each rank first says which experts it has; then, for each
-block of experts, the first rank that has them broadcasts them to all ranks. It needs no knowledge of the meshes.
+Called by `weights`, for large parameters and for those with adapters. A fused parameter [E, outputs, inputs] is divided
+by whole experts, whatever divides it: expert parallelism, FSDP, pipeline stages, copies of the model. So each rank
+first says which experts it has; then, for each block of experts, the first rank that has them merges their adapters,
+if there are any, and broadcasts them to all ranks. It needs no knowledge of the meshes.
 
 Refused: gathering one parameter of a layer at a time, because the larger one has two thirds of the layer.
 """
@@ -25,7 +26,7 @@ from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written
 __all__ = ["ExpertBlocks", "in_blocks", "is_large", "rows_of"]
 
 LARGE_BYTES = 2 * 2**30
-"""A fused parameter of more bytes is gathered in blocks."""
+"""A fused parameter of more bytes is gathered in blocks, also without adapters."""
 BLOCK_BYTES = 256 * 2**20
 """Most bytes of a block; a block has at least one expert."""
 
@@ -34,9 +35,8 @@ _Rows: TypeAlias = tuple[int, int]
 
 
 def is_large(written: Sequence[Written], dtype: torch.dtype) -> bool:
-    """Whether a parameter is gathered in blocks. written: the tensors that a checkpoint has of it."""
-    num_bytes = sum(math.prod(one.shape) for one in written) * dtype.itemsize
-    return all(one.expert is not None for one in written) and num_bytes > LARGE_BYTES
+    """Whether the experts of a parameter are large. written: the tensors that a checkpoint has of them."""
+    return sum(math.prod(one.shape) for one in written) * dtype.itemsize > LARGE_BYTES
 
 
 def in_blocks(written: Sequence[Written]) -> list[Written]:
@@ -45,7 +45,7 @@ def in_blocks(written: Sequence[Written]) -> list[Written]:
 
 
 class ExpertBlocks:
-    """The large parameters of a model. All methods are collective over all of its ranks."""
+    """The parameters of a model that are gathered in blocks. All methods are collective over all of its ranks."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ExpertBlocks:
         """Find out who has which experts.
 
         Args:
-            own: the large parameters of this rank, by name; those of other pipeline stages are missing. They are these
-                for as long as the blocks are gathered: the model's own may be gathered meanwhile, with other layers.
+            own: such parameters of this rank, by name; those of other pipeline stages are missing. They are these for
+                as long as the blocks are gathered: the model's own may be gathered meanwhile, with other layers.
             experts: returns some of the experts that this rank has of a parameter, in `dtype` and with its adapters.
                 Called with the parameter's name, the parameter, the first of these experts among all, and their number.
             dtype, device: of the blocks.

@@ -1,8 +1,8 @@
 """Exports the policy as a HuggingFace folder, the result of a run.
 
 Called by the engine. The weights are gathered a layer at a time, and each rank writes its share of the files
-(`export_files`): it holds at most about `SHARD_BYTES` and a layer, however large the model is. Rank 0 also holds all
-adapters in float32, and writes the rest when all weights are written, the index last. Files and index have the names
+(`export_files`): it holds at most about `SHARD_BYTES` and a layer, however large the model is. Rank 0 writes the
+adapters, a tensor at a time, and the rest when all weights are written, the index last. Files and index have the names
 that `from_pretrained` and vLLM read. It refuses a folder that is not empty.
 """
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -69,9 +69,11 @@ def export(
     failed = _write_weights(ExportFiles(folder, plan.of(parallel.rank)), weights)
     is_first = parallel.rank == 0
     if lora is not None:
-        adapters = {name: tensor.cpu() for name, tensor in weights.adapters() if is_first}
+        gathered = weights.gather_adapters()
         if is_first and failed is None:
-            failed = _write_adapters(folder, adapters, lora, source)
+            failed = _write_adapters(folder, weights.adapter_shapes(), gathered, lora, source)
+        # Collective: other ranks gather with the one that writes, which gathers what is left if its storage failed.
+        deque(gathered, maxlen=0)
     failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
     if failure:
         raise CheckpointUnwritableError(
@@ -92,11 +94,13 @@ def _write_weights(files: ExportFiles, weights: ShardedWeights) -> Exception | N
     return files.finish()
 
 
-def _write_adapters(folder: Path, adapters: Mapping[str, Tensor], lora: LoRA, source: Path) -> Exception | None:
-    """Write the adapters' folder; return why it could not be written."""
+def _write_adapters(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], gathered: Iterator[Tensor], lora: LoRA, source: Path
+) -> OSError | None:
+    """Write the adapters' folder; return why it could not be written. Tensors may be left in `gathered` then."""
     try:
-        write_adapters(folder / ADAPTER_FOLDER, adapters, lora, base=str(source))
-    except (OSError, SafetensorError) as error:
+        write_adapters(folder / ADAPTER_FOLDER, shapes, gathered, lora, base=str(source))
+    except OSError as error:
         return error
     return None
 

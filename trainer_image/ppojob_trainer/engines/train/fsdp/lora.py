@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -72,8 +71,10 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
             owner.add_module(ADAPTERS, adapters)
 
 
-def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
-    """Return how many parameters the adapters of a model would have. The model gets them, without values.
+def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> tuple[int, int]:
+    """Return how many parameters the adapters of a model would have, and how many of them those of experts.
+
+    The model gets them, without values.
 
     Raises:
         ModelUnsupportedError: a target is not a linear layer of the model.
@@ -81,9 +82,11 @@ def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> int:
     layers = getattr(language_model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         # It is refused when it is built.
-        return 0
+        return 0, 0
     add_adapters(language_model, layers, lora)
-    return sum(parameter.numel() for name, parameter in layers.named_parameters() if is_adapter(name))
+    found = [parameter for name, parameter in layers.named_parameters() if is_adapter(name)]
+    of_experts = (parameter.numel() for parameter in found if parameter.ndim == 3)
+    return sum(parameter.numel() for parameter in found), sum(of_experts)
 
 
 def _experts(
@@ -189,18 +192,20 @@ def of_layers(name: str, whole: Tensor, written: Sequence[Written]) -> Iterator[
             yield f"{one.name.rpartition('.')[0]}.{last}", whole if one.expert is None else whole[one.expert]
 
 
-def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: str) -> None:
-    """Write adapters as peft's PeftModel.from_pretrained reads them.
+def write_adapters(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[Tensor], lora: LoRA, base: str
+) -> None:
+    """Write adapters as peft's PeftModel.from_pretrained reads them: in one file, a tensor at a time.
 
     Args:
-        whole: their tensors, by the names of `of_layers`.
+        shapes: of all tensors, by the names of `of_layers`.
+        tensors: in the same order and in float32; each is on the host only while it is written.
         base: path of the model that they belong to.
 
     Raises:
-        OSError, SafetensorError: the storage refused a write.
+        OSError: the storage refused a write.
     """
-    adapters = {f"base_model.model.{name}.weight": tensor for name, tensor in whole.items()}
-    targets = sorted({name.split(".")[-3] for name in adapters})
+    targets = sorted({name.split(".")[-2] for name in shapes})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -214,8 +219,26 @@ def write_adapters(folder: Path, whole: Mapping[str, Tensor], lora: LoRA, base: 
     }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "adapter_model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in adapters.items()}, file)
-    # safetensors writes files with mode 0600, but another user may serve the model.
-    file.chmod(0o644)
+    with file.open("wb") as stream:
+        stream.write(_header({f"base_model.model.{name}.weight": shape for name, shape in shapes.items()}))
+        for shape, tensor in zip(shapes.values(), tensors, strict=True):
+            assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.float32), "the header says otherwise"
+            stream.write(tensor.contiguous().cpu().numpy().data)
     durable.sync(file)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """Return what a safetensors file has before its tensors, which are in this order and in float32.
+
+    That is the length of a JSON object in 8 bytes, and the object, filled up with spaces to a multiple of 8 bytes. The
+    library `safetensors` writes only tensors that are all in memory.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * torch.float32.itemsize
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -21,20 +21,23 @@ grouped products over the rows that are sorted already. Here of gate and up, wit
                                                               0, 0, B of up, 0
 
 A GPU's grouped product needs rows of a multiple of 16 bytes: each rank is padded with zeros, which change no number.
+The padded copies are not kept for the backward pass, which pads again: without gradient checkpointing, those of all
+layers of Qwen3-30B-A3B would take 2 GB with a rank of 16. Compiled layers keep them.
 
 Suffixes: S rows, D size of the inputs, O of the outputs, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from transformers.integrations.moe import _grouped_linear
+from transformers.integrations.moe import _can_use_grouped_mm, _grouped_linear
 
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
@@ -100,10 +103,16 @@ class LoRAExperts(nn.Module):
             projections: by their names in checkpoints; which outputs of the parameter they are.
         """
         super().__init__()
-        self.num_outputs = weight.shape[1]
+        _, num_outputs, num_inputs = weight.shape
         self.factor, self.is_on = lora.alpha / lora.rank, True
-        for name, rows in projections.items():
+        width, up, down = -(-lora.rank // _ALIGNED) * _ALIGNED, [], []
+        for number, (name, rows) in enumerate(projections.items()):
             self.add_module(name, ExpertProjection(weight, rows, lora))
+            ranks = slice(number * width, number * width + lora.rank)
+            down.append((ranks, slice(num_inputs)))
+            up.append((slice(rows.start, rows.stop), ranks))
+        self._down = _Padding((len(down) * width, num_inputs), tuple(down))
+        self._up = _Padding((num_outputs, len(up) * width), tuple(up))
 
     def forward(self, rows_SD: Tensor, ends_E: Tensor) -> Tensor | None:
         """Return what the adapters add to the rows' outputs, [S, O]; None if they are off.
@@ -113,9 +122,10 @@ class LoRAExperts(nn.Module):
         """
         if not self.is_on:
             return None
-        inner = _grouped_linear(rows_SD, self._down(), ends_E) * self.factor
-        found: Tensor = _grouped_linear(inner, self._up(), ends_E)
-        return found
+        down = [local(projection.lora_A) for projection in self._projections()]
+        up = [local(projection.lora_B) for projection in self._projections()]
+        inner = _padded_product(rows_SD, ends_E, self._down, down) * self.factor
+        return _padded_product(inner, ends_E, self._up, up)
 
     def merge_into(self, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return W + factor * B A in `dtype`, of each expert as `merge` computes it.
@@ -139,30 +149,75 @@ class LoRAExperts(nn.Module):
             assert isinstance(projection, ExpertProjection)
             yield projection
 
-    def _down(self) -> Tensor:
-        """Return A of all projections, one below the other, each padded to a multiple of `_ALIGNED` ranks."""
-        each = [local(projection.lora_A) for projection in self._projections()]
-        return torch.cat([functional.pad(part, (0, 0, 0, _padded(part.shape[1]) - part.shape[1])) for part in each], 1)
 
-    def _up(self) -> Tensor:
-        """Return B of all projections, each at its outputs and at the ranks that it has in `_down`."""
-        each = [(projection.rows, local(projection.lora_B)) for projection in self._projections()]
-        num_ranks = sum(_padded(part.shape[2]) for _, part in each)
-        first, up = 0, []
-        for rows, part in each:
-            right = num_ranks - first - part.shape[2]
-            up.append(functional.pad(part, (first, right, rows.start, self.num_outputs - rows.stop)))
-            first += _padded(part.shape[2])
-        return sum(up[1:], start=up[0])
+@dataclass(frozen=True)
+class _Padding:
+    """How the matrices of some projections become one weight of all of them, whose other numbers are 0.
+
+    shape: outputs and inputs of the weight. places: those of each matrix.
+    """
+
+    shape: tuple[int, int]
+    places: tuple[tuple[slice, slice], ...]
+
+    def weight(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Return the weight [E, *shape] of matrices of three dimensions."""
+        weight = matrices[0].new_zeros(len(matrices[0]), *self.shape)
+        for (outputs, inputs), matrix in zip(self.places, matrices, strict=True):
+            weight[:, outputs, inputs] = matrix
+        return weight
+
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """Return the matrices of a weight."""
+        return [weight[:, outputs, inputs].contiguous() for outputs, inputs in self.places]
+
+
+def _padded_product(rows: Tensor, ends_E: Tensor, padding: _Padding, matrices: Sequence[Tensor]) -> Tensor:
+    """Return the rows times their experts' padded weight."""
+    if torch.compiler.is_compiling():
+        # The compiler decides what is kept, here the padded weight too.
+        compiled: Tensor = _grouped_linear(rows, padding.weight(matrices), ends_E)
+        return compiled
+    found: Tensor = _PaddedProduct.apply(rows, ends_E, padding, *matrices)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _PaddedProduct(torch.autograd.Function):
+    """`_grouped_linear`, but the backward pass pads the matrices again. Its products are those of PyTorch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends_E: Tensor, padding: _Padding, *matrices: Tensor) -> Tensor:
+        ctx.padding = padding
+        ctx.save_for_backward(rows, ends_E, *matrices)
+        found: Tensor = _grouped_linear(rows, padding.weight(matrices), ends_E)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (outer,) = gradients
+        rows, ends_E, *matrices = ctx.saved_tensors
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _grouped_linear(outer, ctx.padding.weight(matrices), ends_E, is_transposed=True)
+        return of_rows, None, None, *ctx.padding.matrices(_weight_gradient(outer, rows, ends_E))
+
+
+def _weight_gradient(outer_SO: Tensor, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the gradient [E, O, D] of a grouped product's weight; `outer_SO` is that of its result."""
+    if _can_use_grouped_mm(rows_SD, outer_SO, ends_E):
+        return functional.grouped_mm(outer_SO.T, rows_SD, offs=ends_E)
+    # A GPU without a grouped product.
+    found = outer_SO.new_zeros(len(ends_E), outer_SO.shape[1], rows_SD.shape[1])
+    first = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(outer_SO[first:end].T, rows_SD[first:end], out=found[expert])
+        first = end
+    return found
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
     """Return W + factor * B A in float32; down is A, up is B."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=factor)
-
-
-def _padded(rank: int) -> int:
-    return -(-rank // _ALIGNED) * _ALIGNED
 
 
 def _empty(weight: Tensor, shape: tuple[int, ...], divided_dim: int) -> nn.Parameter:

@@ -6,14 +6,15 @@ such as the bias of a router's scores, go in their own dtype. A decoder layer is
 those that it travels with in a forward pass: a message for each of its parameters costs more than their bytes. Of a
 pipeline, each rank gathers its layers when it is their turn, and broadcasts them to the other ranks in one message a
 layer: all ranks go through the whole model in the same order, so every rank may be a sender. Adapters are merged into
-the weights that they belong to, in float32, so the rollout engine knows nothing of them. All other tensors of such a
-model are frozen, but for those that vLLM may fuse with an adapted one (`_frozen`).
+the weights that they belong to, in float32, so the rollout engine knows nothing of them; those of experts by the ranks
+that have these experts (`expert_blocks`). All other tensors of such a model are frozen, but for those that vLLM may
+fuse with an adapted one (`_frozen`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from itertools import groupby
@@ -80,25 +81,33 @@ class ShardedWeights:
 
         The third value is the first expert of a block. `without`: names of parameters that are left out.
         """
-        large = self._large - without
-        own = {name: tensor for name, tensor in self._own() if name in large}
-        blocks = ExpertBlocks(own, self._experts, self._dtype, self._device) if large else None
+        divided = self._in_blocks - without
+        own = {name: tensor for name, tensor in self._own() if name in divided}
+        blocks = ExpertBlocks(own, self._experts, self._dtype, self._device) if divided else None
         with self._on_device():
-            wholes = self._gather_whole(self._large | without)
+            wholes = self._gather_whole(self._in_blocks | without)
             for part, ones in self._written:
                 if part.name in without:
                     continue
-                if part.name in large:
-                    assert blocks is not None, "it has large parameters"
+                if part.name in divided:
+                    assert blocks is not None, "it has such parameters"
                     yield from blocks.gather(part.name, part.shape, ones)
                 else:
                     yield ones, next(wholes), 0
             assert next(wholes, None) is None, "more is gathered than there are specs"
 
     @cached_property
-    def _large(self) -> frozenset[str]:
+    def _in_blocks(self) -> frozenset[str]:
         """The names of the parameters of the whole model that are gathered in blocks."""
-        return frozenset(part.name for part, ones in self._written if is_large(ones, self._dtype))
+        return frozenset(part.name for part, ones in self._written if self._is_in_blocks(part, ones))
+
+    def _is_in_blocks(self, part: Part, written: Sequence[Written]) -> bool:
+        """Whether a parameter is gathered in blocks: experts that are large, and experts with adapters.
+
+        In blocks, each rank merges adapters into its own experts alone.
+        """
+        is_of_experts = all(one.expert is not None for one in written)
+        return is_of_experts and (part.name in self._adapted or is_large(written, self._dtype))
 
     @cached_property
     def _frozen(self) -> frozenset[str]:
@@ -117,16 +126,13 @@ class ShardedWeights:
     @cached_property
     def _adapted(self) -> frozenset[str]:
         """The names of the parameters of the whole model that have adapters."""
-        names = [name for name, _ in self._language_model.named_parameters()]
-        if self._stage is not None:
-            names = [part.name for part in self._stage.parts]
-        return frozenset(weight_of(name) for name in names if is_adapter(name))
+        return frozenset(weight_of(part.name) for part in self._adapters)
 
     @cached_property
     def _layers(self) -> dict[str, FSDPModule]:
         """The FSDP module that is gathered for each parameter and buffer, by the tensor's name."""
         layers = _layers(self._language_model)
-        not_at_once = {layers[name] for name in self._large & layers.keys()}
+        not_at_once = {layers[name] for name in self._in_blocks & layers.keys()}
         return {name: layer for name, layer in layers.items() if layer not in not_at_once}
 
     @property
@@ -141,7 +147,7 @@ class ShardedWeights:
         else:
             parts = [Part(name, tuple(one.shape), 0, _kept_dtype(one)) for name, one in self._own()]
         written = [(part, written_of(self._language_model, part.name, part.shape)) for part in parts]
-        return [(part, in_blocks(ones) if is_large(ones, self._dtype) else ones) for part, ones in written]
+        return [(part, in_blocks(ones) if self._is_in_blocks(part, ones) else ones) for part, ones in written]
 
     def _gather_whole(self, without: frozenset[str]) -> Iterator[Tensor]:
         """Yield each parameter and stored buffer of the whole model, but for some."""
@@ -163,26 +169,43 @@ class ShardedWeights:
                     gathered.enter_context(_unsharded(layer))
                 yield from map(self._whole, group)
 
-    @torch.no_grad()
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of `gather_adapters`, by name and in its order.
 
         Their names are those of the layers in a checkpoint, with lora_A or lora_B.
         """
-        written = {part.name: ones for part, ones in self._written}
-        for name, tensor in self._whole_adapters():
-            yield from of_layers(name, tensor, written[weight_of(name)])
+        meta = ((part.name, torch.empty(part.shape, device="meta")) for part in self._adapters)
+        return {name: tuple(tensor.shape) for name, tensor in self._of_layers(meta)}
 
-    def _whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' parameters, whole, with their names in the model."""
+    @torch.no_grad()
+    def gather_adapters(self) -> Iterator[Tensor]:
+        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+
+        They are on the device.
+        """
         named = self._language_model.named_parameters()
         own = ((name, _full(parameter.detach())) for name, parameter in named if is_adapter(name))
         with self._on_device():
-            if self._stage is None:
-                yield from own
-                return
-            parts = [part for part in self._stage.parts if is_adapter(part.name)]
-            yield from self._of_stages(self._stage, parts, (tensor for _, tensor in own), torch.float32)
+            whole: Iterator[tuple[str, Tensor]] = own
+            if self._stage is not None:
+                tensors = (tensor for _, tensor in own)
+                whole = self._of_stages(self._stage, self._adapters, tensors, torch.float32)
+            for _, tensor in self._of_layers(whole):
+                yield tensor
+
+    def _of_layers(self, adapters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrices of the layers in a checkpoint, from the adapters' parameters with their names."""
+        written = {part.name: ones for part, ones in self._written}
+        for name, tensor in adapters:
+            yield from of_layers(name, tensor, written[weight_of(name)])
+
+    @cached_property
+    def _adapters(self) -> list[Part]:
+        """The adapters' parameters of the whole model."""
+        if self._stage is not None:
+            return [part for part in self._stage.parts if is_adapter(part.name)]
+        named = self._language_model.named_parameters()
+        return [Part(name, tuple(parameter.shape), 0) for name, parameter in named if is_adapter(name)]
 
     def _of_stages(
         self, stage: Stage, parts: Sequence[Part], own: Iterator[Tensor], dtype: torch.dtype
