@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer.drafts import NUM_PROMPTS, SAMPLINGS, generated, write_repeating_model
+from tests.integration.trainer.vllm_agreement import FEW, share_of_equal
 
 LIMIT_SECONDS = 500
 
@@ -32,6 +33,8 @@ def test_a_seed_samples_the_same_response_with_and_without_drafts(seen: dict[str
     assert sum(mine == theirs for mine, theirs in pairs) >= NUM_PROMPTS - 3
     num_tokens = sum(len(theirs) for _, theirs in pairs)
     assert sum(num_equal(mine, theirs) for mine, theirs in pairs) > 0.85 * num_tokens
+    if SAMPLINGS[sampling].temperature:
+        assert share_of_equal(found["with other seeds"], without["tokens"]) <= FEW
 
 
 @pytest.mark.parametrize("sampling", [name for name, sampling in SAMPLINGS.items() if sampling.log_probs])

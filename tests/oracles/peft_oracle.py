@@ -22,8 +22,8 @@ def main(inputs: str, answers: str) -> None:
     names = ("input_ids", "attention_mask", "position_ids")
     with torch.no_grad():
         found = {"logits": model(**{name: torch.from_numpy(given[name]) for name in names}).logits}
-    merged = model.merge_and_unload()
-    found |= {f"merged/{name}": value.detach() for name, value in merged.named_parameters()}
+    # With the names of HuggingFace checkpoints, in which each expert is by itself.
+    model.merge_and_unload().save_pretrained(str(given["merged"]))
     config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
     fresh = get_peft_model(load(model_path), config)
     adapters = {name.replace(".default", ""): value for name, value in fresh.named_parameters() if "lora_" in name}

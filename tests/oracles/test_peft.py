@@ -1,4 +1,8 @@
-"""peft reads our adapters, computes with them what we compute, and merges them to the same weights."""
+"""peft reads our adapters, computes with them what we compute, and merges them to the same weights.
+
+Of Mixtral, also the adapters of the experts. Families with dense layers or shared experts are missing: peft gives their
+dense layers the rank and the factor of fused experts (docs/support-matrix.md, "Adapters on experts").
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
@@ -23,6 +28,7 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import Keys
 from tests.oracles.environments import Oracle
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -38,15 +44,21 @@ def parallel() -> Iterator[ParallelMesh]:
     group.destroy()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("peft")
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model of a family in `tiny`."""
+    folder = tmp_path_factory.mktemp("peft")
+    if request.param == "llama":
+        save_tiny_model(folder / "tiny")
+    else:
+        save_tiny_experts(folder / "tiny", family=request.param)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def engine(parallel: ParallelMesh, folder: Path) -> FSDPEngine:
     """With adapters that two updates have moved."""
-    actor = ActorModel(path=str(save_tiny_model(folder / "tiny")), lora=LoRA(rank=4, alpha=12.0))
+    actor = ActorModel(path=str(folder / "tiny"), lora=LoRA(rank=4, alpha=12.0))
     training = ActorSpec(learning_rate=1e-2, max_tokens_per_gpu=1000)
     policy = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=9, seed=5, dtype=torch.float32)
     policy.update(BATCH)
@@ -57,10 +69,12 @@ def engine(parallel: ParallelMesh, folder: Path) -> FSDPEngine:
 @pytest.fixture(scope="module")
 def answers(engine: FSDPEngine, folder: Path) -> dict[str, Tensor]:
     engine.export(folder / "export")
+    merged = folder / "merged"
     inputs = {name: tensor.numpy() for name, tensor in padded_inputs(BATCH).items()}
     paths = {"model": np.array(str(folder / "tiny")), "adapter": np.array(str(folder / "export" / "adapter"))}
-    found = Oracle("peft").answers({**inputs, **paths}, folder)
-    return {name: torch.from_numpy(value) for name, value in found.items()}
+    found = Oracle("peft").answers({**inputs, **paths, "merged": np.array(str(merged))}, folder)
+    of_merged = {f"merged/{name}": value for name, value in load_file(merged / "model.safetensors").items()}
+    return {name: torch.from_numpy(value) for name, value in found.items()} | of_merged
 
 
 def test_it_computes_the_same_log_probs(engine: FSDPEngine, answers: dict[str, Tensor]) -> None:
@@ -84,6 +98,9 @@ def test_new_adapters_are_drawn_alike(engine: FSDPEngine, answers: dict[str, Ten
         f"base_model.model.{name.removeprefix('language_model.')}.weight": value
         for name, value in initial_adapters(engine.module, seed=1)
     }
+    if ".mlp.experts." in str(list(ours)):
+        # peft's new adapters are on routers, too, and on fused parameters of experts, with one A for gate and up.
+        ours, fresh = ({name: part for name, part in each.items() if ".mlp." not in name} for each in (ours, fresh))
     assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in fresh.items()}
     for name, value in ours.items():
         if "lora_B" in name:

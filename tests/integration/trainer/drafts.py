@@ -17,13 +17,15 @@ from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import Drafts, RolloutOptions, SamplingOptions, environment
 from tests.integration.trainer.separate_process import print_seen, seen_by
 from tests.integration.trainer.tiny_model import write_tiny_model
+from tests.integration.trainer.vllm_agreement import OTHER_SEEDS
 
 MODULE = "tests.integration.trainer.drafts"
+EXTENSION = "tests.integration.trainer.drafting_extension.EqualStepsExtension"
 NUM_PROMPTS, NUM_TOKENS = 12, 96
 SAMPLINGS = {
     "greedy": SamplingOptions(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
     "sampled": SamplingOptions(max_tokens=NUM_TOKENS, ignore_eos=True),
-    "from the likeliest": SamplingOptions(max_tokens=NUM_TOKENS, temperature=0.8, top_k=20, top_p=0.9),
+    "from the likeliest": SamplingOptions(max_tokens=NUM_TOKENS, temperature=1.2, top_k=20, top_p=0.9),
     "without log-probs": SamplingOptions(max_tokens=NUM_TOKENS, log_probs=False),
 }
 
@@ -55,14 +57,17 @@ async def scenario(options: RolloutOptions) -> dict[str, Any]:
     engine = RolloutEngine(options)
     await engine.start()
     seen = {}
+    seeds = list(range(NUM_PROMPTS))
     for name, sampling in SAMPLINGS.items():
-        found = await engine.generate(prompts(), list(range(NUM_PROMPTS)), sampling)
+        found = await engine.generate(prompts(), seeds, sampling)
         # Others finish at other times, and the choice for drafts has changed.
         again = await engine.generate(prompts()[:3], list(range(3)), replace(sampling, max_tokens=NUM_TOKENS // 2))
+        others = await engine.generate(prompts(), [OTHER_SEEDS + seed for seed in seeds], sampling)
         drafts = Drafts.total(one.drafts for one in found)
         seen[name] = {
             "tokens": [one.token_ids for one in found],
             "again": [one.token_ids for one in again],
+            "with other seeds": [one.token_ids for one in others],
             "log_probs": [one.log_probs for one in found],
             "drafts": [drafts.num_steps, drafts.num_drafted, drafts.num_accepted],
         }
@@ -78,6 +83,7 @@ def main() -> None:
         max_model_len=128,
         max_num_seqs=64,
         gpu_memory_utilization=0.3,
+        engine_args={"worker_extension_cls": EXTENSION},
     )
     os.environ.update(environment(options, num_threads=2))
     seen = {"without": asyncio.run(scenario(options))}

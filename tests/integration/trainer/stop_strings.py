@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.rollout.options import RolloutOptions, SamplingOptions, environment
 from tests.integration.trainer.separate_process import print_seen, seen_by
+from tests.integration.trainer.vllm_agreement import OTHER_SEEDS
 
 MODULE = "tests.integration.trainer.stop_strings"
 NUM_PROMPTS, NUM_TOKENS = 24, 80
@@ -35,11 +36,14 @@ async def scenario(options: RolloutOptions) -> dict[str, Any]:
     await engine.start()
     prompts = [[5 + number, 9, 7 + number % 3] * (1 + number % 4) for number in range(NUM_PROMPTS)]
     sampling = SamplingOptions(max_tokens=NUM_TOKENS, ignore_eos=True, stop=STOPS)
-    found = await engine.generate(prompts, list(range(NUM_PROMPTS)), sampling)
+    seeds = list(range(NUM_PROMPTS))
+    found = await engine.generate(prompts, seeds, sampling)
+    others = await engine.generate(prompts, [OTHER_SEEDS + seed for seed in seeds], sampling)
     await engine.shutdown()
     return {
         "finds_stops": engine._finds_stops,
         "tokens": [one.token_ids for one in found],
+        "with other seeds": [one.token_ids for one in others],
         "log_probs": [one.log_probs for one in found],
         "ends": [one.finish_reason for one in found],
     }

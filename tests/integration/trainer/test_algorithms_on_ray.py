@@ -12,6 +12,7 @@ from ppojob_api.v1alpha1.progress import FailureKind
 from ppojob_trainer.main import JobFailedError
 from ppojob_trainer.telemetry.trace import read_trace
 from tests.integration.trainer.runs import (
+    ALONE,
     SAME_MODEL,
     Run,
     assert_same_steps,
@@ -40,7 +41,7 @@ def own(model: Path, /, **changes: Any) -> dict[str, Any]:
         **{
             "algorithm": {**algorithm, "dynamicSampling": {}},
             "reward": reward,
-            "rollout": {"samplesPerPrompt": 2},
+            "rollout": {**ALONE, "samplesPerPrompt": 2},
             "actor": {"learningRate": 1e-3, "miniBatchSize": 4},
             "trainer": {"totalSteps": 2, "validateEverySteps": 0},
             "schedule": {"mode": "Serial"},

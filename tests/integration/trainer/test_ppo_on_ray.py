@@ -27,6 +27,7 @@ from ppojob_trainer.main import run_job
 from ppojob_trainer.telemetry.sinks.prometheus import series_of
 from tests.integration.trainer.lost_engines import LosesPushes
 from tests.integration.trainer.runs import (
+    ALONE,
     ONE_POOL,
     SAME_MODEL,
     STEPS,
@@ -199,7 +200,7 @@ def test_a_reference_in_two_pools_changes_no_number(undisturbed: Run, model: Pat
 def test_without_a_critic_overlapped_changes_no_number(model: Path, tmp_path: Path) -> None:
     grpo: dict[str, Any] = {
         "algorithm": {"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
-        "rollout": {"samplesPerPrompt": 2},
+        "rollout": {**ALONE, "samplesPerPrompt": 2},
         "trainer": {"totalSteps": 2, "validateEverySteps": 0},
     }
     apart = {

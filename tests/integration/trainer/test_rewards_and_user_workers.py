@@ -27,7 +27,7 @@ from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from ppojob_trainer.worker_groups.stored_rows import store_rows
 from ppojob_trainer.worker_groups.table import Table
 from tests.integration.trainer.reward_model import write_reward_model
-from tests.integration.trainer.runs import Run, assert_same_steps, finish, job_of, records_of, spec_of
+from tests.integration.trainer.runs import ALONE, Run, assert_same_steps, finish, job_of, records_of, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -40,7 +40,7 @@ PENALTY = {"target_tokens": 4, "per_token": 0.05}
 
 def both_of(model: Path, reward_model: Path, notes: Path) -> dict[str, Any]:
     """The tiny job with a reward of both kinds, the model on two ranks of a pool, and three user processes."""
-    raw = spec_of(model)
+    raw = spec_of(model, rollout=ALONE)
     return {
         **raw,
         "model": {**raw["model"], "reward": {"path": str(reward_model), "maxTokensPerGPU": 512}},

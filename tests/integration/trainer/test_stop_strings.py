@@ -10,7 +10,7 @@ import pytest
 from tests.integration.trainer.drafts import write_repeating_model
 from tests.integration.trainer.separate_process import LIMIT_S
 from tests.integration.trainer.stop_strings import NUM_TOKENS, generated
-from tests.integration.trainer.vllm_agreement import MOST, share_of_equal
+from tests.integration.trainer.vllm_agreement import FEW, MOST, share_of_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
@@ -26,6 +26,7 @@ def test_a_string_ends_the_same_responses_as_in_vllm(tmp_path: Path) -> None:
     for name in ("ours", "drafts"):
         ours, theirs = seen[name], seen["vLLM's"]
         assert share_of_equal(ours["tokens"], theirs["tokens"]) >= MOST
+        assert share_of_equal(ours["with other seeds"], theirs["tokens"]) <= FEW
         for row, tokens in enumerate(ours["tokens"]):
             if tokens == theirs["tokens"][row]:
                 assert ours["ends"][row] == theirs["ends"][row]

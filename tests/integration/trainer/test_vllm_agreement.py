@@ -8,7 +8,7 @@ import pytest
 
 from ppojob_trainer.models.smollm2 import prepare
 from tests.integration.trainer.separate_process import LIMIT_S, seen_by
-from tests.integration.trainer.vllm_agreement import MODULE, MOST
+from tests.integration.trainer.vllm_agreement import FEW, MODULE, MOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(LIMIT_S + 60)]
 
@@ -29,10 +29,12 @@ def test_log_probs_agree_before_training(seen: dict[str, Any]) -> None:
 
 def test_a_seed_writes_the_same_response_in_any_company(seen: dict[str, Any]) -> None:
     assert seen["equal_in_any_order"] >= MOST
+    assert seen["equal_with_other_seeds"] <= FEW
 
 
 def test_equal_weights_change_nothing(seen: dict[str, Any]) -> None:
     assert seen["equal_with_equal_weights"] >= MOST
+    assert seen["equal_with_other_weights"] <= FEW
 
 
 def test_log_probs_follow_the_pushed_weights(seen: dict[str, Any]) -> None:

@@ -21,11 +21,16 @@ from tests.integration.trainer.separate_process import VISIBLE_GPUS, gpu, print_
 
 NUM_PROMPTS = 12
 LIMIT_SECONDS = 300.0
-MOST = 0.75
-"""Share of the responses that two generations must have in common.
+MOST, FEW = 0.75, 0.25
+"""Shares of the responses that two generations must have in common, and may have with other seeds or weights.
 
 vLLM rounds otherwise where it computes other sequences at the same time, and which those are depends on when the
-requests arrive. So now and then, a number between two tokens samples the other one."""
+requests arrive. So now and then, a number between two tokens samples the other one. The second share shows that the
+model's responses are not all the same anyway."""
+MOVED = 1e-3
+"""Learning rate of the random models of mixtures: with the usual one, many responses stay the same."""
+OTHER_SEEDS = 1000
+"""The first of seeds that no other generation has."""
 SAMPLING = SamplingOptions(max_tokens=24)
 MODULE = "tests.integration.trainer.vllm_agreement"
 
@@ -81,11 +86,13 @@ def make_trainer(path: str, device: Device, backend: str, dtype: str, **policy_o
     return Trainer(policy, WeightSender(policy.weights(), [plan], "127.0.0.1", LIMIT_SECONDS, parallel.device))
 
 
-async def generate(engine: Any, prompts: list[list[int]], order: list[int]) -> Any:
+async def generate(engine: Any, prompts: list[list[int]], order: list[int], first_seed: int = 0) -> Any:
+    """Return the responses in the order of the prompts; the requests are made in the given order of rows."""
     from ppojob_trainer.protocol import DataProto, rollout_batch
 
     sampling = replace(SAMPLING, experts=engine.options.routing_replay)
-    written = await engine.generate([prompts[row] for row in order], order, sampling)
+    seeds = [first_seed + row for row in order]
+    written = await engine.generate([prompts[row] for row in order], seeds, sampling)
     by_row = dict(zip(order, written, strict=True))
     rows = [by_row[row] for row in range(len(prompts))]
     tokens, log_probs = [row.token_ids for row in rows], [row.log_probs for row in rows]
@@ -168,15 +175,19 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     await engine.start()
     # vLLM's child process has its GPU now; the trainer takes the first.
     os.environ[VISIBLE_GPUS] = gpu(0)
-    trainer, prompts = make_trainer(path, options.device, backend, dtype), chat_prompts(path)
+    learning = {"learning_rate": MOVED} if options.routing_replay else {}
+    trainer, prompts = make_trainer(path, options.device, backend, dtype, **learning), chat_prompts(path)
     forward, backward = list(range(NUM_PROMPTS)), list(reversed(range(NUM_PROMPTS)))
     first, again = await generate(engine, prompts, forward), await generate(engine, prompts, backward)
     seen: dict[str, Any] = {"equal_in_any_order": share_of_equal(responses_of(first), responses_of(again))}
     seen["diff_at_start"] = probs_diff(trainer, first)
+    others = await generate(engine, prompts, forward, OTHER_SEEDS)
+    seen["equal_with_other_seeds"] = share_of_equal(responses_of(first), responses_of(others))
 
     if options.routing_replay:
         seen["replay"] = replay_diffs(path, trainer.policy.parallel, first)
         seen["equal_experts_in_any_order"] = share_of_equal(experts_of(first), experts_of(again))
+        seen["equal_experts_with_other_seeds"] = share_of_equal(experts_of(first), experts_of(others))
 
     (link,) = trainer.sender.listen()
     await asyncio.gather(asyncio.to_thread(trainer.sender.prepare), engine.connect_weights([(link, 1)]))
@@ -187,7 +198,9 @@ async def scenario(path: str, options: RolloutOptions, backend: str, dtype: str)
     seen |= train_once(trainer, first)
     seen["diff_of_stale_weights"] = probs_diff(trainer, await generate(engine, prompts, forward))
     seen["second_push_seconds"], seen["second_is_read_back"] = await renewed(trainer, engine, 2)
-    seen["diff_after_push"] = probs_diff(trainer, await generate(engine, prompts, forward))
+    after_push = await generate(engine, prompts, forward)
+    seen["diff_after_push"] = probs_diff(trainer, after_push)
+    seen["equal_with_other_weights"] = share_of_equal(responses_of(first), responses_of(after_push))
     seen["weights_version"] = engine.weights_version
 
     greedy = SamplingOptions(max_tokens=8, temperature=0)

@@ -192,7 +192,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
     neighbours = [model.group for model in with_engines if not isinstance(model, AdaptersOff)]
     return Groups(
         data=data,
-        reward=RewardGroup(_reward_function(launcher, spec, pools), judges, spec),
+        reward=RewardGroup(_reward_function(launcher, spec, pools), judges, spec, data.write_samples),
         rollout=rollout,
         shared=shared,
         actor=actor,

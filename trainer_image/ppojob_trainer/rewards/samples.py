@@ -1,7 +1,8 @@
 """Some responses with prompt and score, for people: `samples.jsonl` in the job's folder, and a table in the log.
 
-Rank 0 of the reward workers writes them, because text and score are there anyway: nothing goes through the controller.
-A run that resumes does the steps after its checkpoint again, and writes them again: the last lines of a step count.
+Rank 0 of the reward workers writes them, because text and score are there anyway; if only a model scores, the data's
+process does, because no copy of the model may have scored enough of them. No text goes through the controller. A run
+that resumes does the steps after its checkpoint again, and writes them again: the last lines of a step count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.table import Table
 from ppojob_trainer.protocol import DataProto, Keys, Ragged, responses_to_lists
 from ppojob_trainer.rewards.batch import Decoder
 
-__all__ = ["Sample", "SampleLog", "samples_of"]
+__all__ = ["Sample", "SampleLog", "samples_of", "spaced_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,11 @@ class SampleLog:
             logger.warning("the samples of step %d are not in %s: %s", step, self._path, error)
 
 
+def spaced_rows(num_rows: int, number: int) -> list[int]:
+    """Return `number` rows of a batch at equal distances, or all where there are not as many."""
+    return list(range(0, num_rows, max(1, num_rows // max(number, 1))))[: max(number, 0)]
+
+
 def samples_of(
     batch: DataProto, scores: Ragged, decoder: Decoder, number: int, extras: Sequence[Mapping[str, Any]] = ()
 ) -> list[Sample]:
@@ -82,7 +88,7 @@ def samples_of(
         extras: what the reward function returned beside each score; empty for none.
     """
     failed = [row for row, extra in enumerate(extras) if "error" in extra][:number]
-    spaced = range(0, len(batch), max(1, len(batch) // max(number, 1)))
+    spaced = spaced_rows(len(batch), number)
     rows = [*failed, *(row for row in spaced if row not in failed)][: max(number, 0)]
     if not rows:
         return []

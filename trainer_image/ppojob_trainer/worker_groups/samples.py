@@ -1,7 +1,7 @@
-"""Writes samples of responses to a file: only on the first rank of the role that computes the final scores.
+"""Writes samples of responses to a file: only on the first rank of a role.
 
-The reward's workers call it with every batch that they have scored. The step is that of the call's phase; a call
-outside of any phase writes nothing.
+The reward's workers call it with every batch that they have scored; if only a model scores, the data's process calls it
+with some rows of every batch. The step is that of the call's phase; a call outside of any phase writes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppojob_api.v1alpha1.pools import base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Ragged
 from ppojob_trainer.rewards.batch import Decoder
@@ -32,9 +31,7 @@ class SampleKeeper:
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec) -> None:
         self._number = spec.telemetry.samples_per_step
-        # One process alone writes the file: of several copies of a reward model, the first one.
-        is_first = context.rank == 0 and context.role == base_role(context.role)
-        is_asked = is_first and context.run_folder is not None and self._number > 0
+        is_asked = context.rank == 0 and context.run_folder is not None and self._number > 0
         self._log = SampleLog(RunFiles(context.run_folder).samples) if is_asked and context.run_folder else None
         # A step's rows may arrive in parts, between those of other steps.
         self._kept: dict[tuple[str, int], int] = {}

@@ -66,8 +66,22 @@ RETURNED = {
 RAISED = {"key": KeyError("bad"), "exit": SystemExit(3)}
 
 
-async def judged(*, solution_str: str, bonus: float = 0.0, **_: Any) -> Any:
-    """A coroutine function; see `compute_score`."""
+num_judged = 0
+LATER_S = FOR_EVER / 2
+
+
+async def judged(*, solution_str: str, bonus: float = 0.0, others: int = 0, marks: str = "", **_: Any) -> Any:
+    """A coroutine function; see `compute_score`.
+
+    Args:
+        others: after so many other responses, the loop's clock shows `LATER_S` more for one that never ends.
+    """
+    global num_judged
+    if solution_str in ("hang", "stubborn"):
+        while num_judged < others:
+            await asyncio.sleep(0.01)
+        loop: Any = asyncio.get_running_loop()
+        loop.time = lambda: time.monotonic() + LATER_S
     match solution_str.split():
         case ["hang"]:
             await asyncio.sleep(FOR_EVER)
@@ -78,12 +92,14 @@ async def judged(*, solution_str: str, bonus: float = 0.0, **_: Any) -> Any:
                 except asyncio.CancelledError:
                     continue
         case ["block"]:
+            Path(marks, f"{os.getpid()}").touch()
             time.sleep(FOR_EVER)
         case ["exit"]:
             os._exit(3)
         case ["raise", name]:
             raise RAISED[name]
     await asyncio.sleep(0.01)
+    num_judged += 1
     return {"score": len(solution_str) + bonus, "length": len(solution_str)}
 
 

@@ -22,6 +22,7 @@ from ppojob_trainer.rewards import (
 )
 from ppojob_trainer.rewards.scoring import processes
 from ppojob_trainer.rewards.scoring.processes import DEFAULT_CALLS
+from tests.unit.trainer.rewards.odd_functions import LATER_S
 
 ODD = str(Path(__file__).with_name("odd_functions.py"))
 
@@ -156,33 +157,74 @@ def test_after_a_failed_batch_the_next_one_gets_its_own_answers(scorer_of: MakeS
     assert [result.score for result in scorer.score(items("aaa", "bb"))] == [3.0, 2.0]
 
 
+class Clock:
+    """In place of `time` in the parent's process: ten seconds pass at each look, and only while `runs` says so.
+
+    So a busy machine exceeds no limit, and a limit takes no time.
+    """
+
+    def __init__(self, runs: Callable[[], bool]) -> None:
+        self.now, self._runs = 0.0, runs
+
+    def monotonic(self) -> float:
+        self.now += 10 * self._runs()
+        assert self.now < 10 * LIMIT_S, "no limit was applied"
+        return self.now
+
+
+LIMIT_S = 50
+MakeClock = Callable[[Callable[[], bool]], Clock]
+
+
+@pytest.fixture
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> MakeClock:
+    def make(runs: Callable[[], bool]) -> Clock:
+        clock = Clock(runs)
+        monkeypatch.setattr(processes, "time", clock)
+        return clock
+
+    return make
+
+
+def has_only(scorer: Scorer, number: int) -> bool:
+    """Whether one response alone is being scored."""
+    return [number] == [each for child in scorer._processes._children for each in child.deadlines]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_one_response_that_hangs_costs_its_limit_and_no_other_response(scorer_of: MakeScorer, concurrency: int) -> None:
-    scorer = scorer_of(on_error="Drop", timeout_seconds=10, concurrency=concurrency)
+def test_one_response_that_hangs_costs_its_limit_and_no_other_response(
+    scorer_of: MakeScorer, clock_of: MakeClock, concurrency: int
+) -> None:
+    scorer = scorer_of(on_error="Drop", timeout_seconds=LIMIT_S, concurrency=concurrency)
+    clock = clock_of(lambda: has_only(scorer, 40))
 
-    started = time.monotonic()
     results = scorer.score(many(256, at_40="hang"))
 
-    assert 10 <= time.monotonic() - started < 200
+    assert LIMIT_S < clock.now < 3 * LIMIT_S
     assert [place for place, result in enumerate(results) if result.is_timeout] == [40]
-    assert "exceeded timeoutSeconds (10 s) for prompt 140 of 'source', response 'hang'" in (results[40].error or "")
+    assert "exceeded timeoutSeconds (50 s) for prompt 140 of 'source', response 'hang'" in (results[40].error or "")
     assert sum(result.score for result in results) == 255
 
 
 @pytest.mark.slow
-def test_with_fail_a_response_that_hangs_is_a_timeout_error(scorer_of: MakeScorer) -> None:
+def test_with_fail_a_response_that_hangs_is_a_timeout_error(scorer_of: MakeScorer, clock_of: MakeClock) -> None:
+    scorer = scorer_of(timeout_seconds=LIMIT_S)
+    clock_of(lambda: has_only(scorer, 1))
+
     with pytest.raises(RewardTimeoutError, match=r"for prompt 101 .*set reward.function.onError to Score or Drop"):
-        scorer_of(timeout_seconds=5).score(many(5, at_1="hang"))
+        scorer.score(many(5, at_1="hang"))
 
 
 @pytest.mark.slow
-def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, tmp_path: Path) -> None:
-    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, on_error="Score", timeout_seconds=10)
+def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, clock_of: MakeClock, tmp_path: Path) -> None:
+    scorer = scorer_of(kwargs={"marks": str(tmp_path)}, on_error="Score", timeout_seconds=LIMIT_S)
+    child = tmp_path / "child"
+    clock_of(lambda: child.exists() and child.read_text() != "")
 
     scorer.score(items("child"))
 
-    pid = int((tmp_path / "child").read_text())
+    pid = int(child.read_text())
     deadline = time.monotonic() + 60
     while is_running(pid):
         assert time.monotonic() < deadline, "the child still runs"
@@ -191,27 +233,28 @@ def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["hang", "stubborn"])
-def test_a_coroutine_that_never_ends_is_named(
-    scorer_of: MakeScorer, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "GRACE_S", 100.0)
-    scorer = scorer_of("judged", on_error="Score", timeout_seconds=5)
+def test_a_coroutine_that_never_ends_is_named(scorer_of: MakeScorer, text: str) -> None:
+    """Its own process ends it: its loop's clock passes the limit, and the parent's does not."""
+    scorer = scorer_of("judged", kwargs={"others": 255}, on_error="Score", timeout_seconds=LATER_S / 2)
 
-    started = time.monotonic()
     results = scorer.score(many(256, at_7=text))
 
-    assert time.monotonic() - started < 100, "only the end of the grace has shown it"
     assert [place for place, result in enumerate(results) if result.is_timeout] == [7]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["block", "exit"])
 def test_a_coroutine_that_takes_its_event_loop_along_is_found_among_the_others(
-    scorer_of: MakeScorer, text: str, monkeypatch: pytest.MonkeyPatch
+    scorer_of: MakeScorer, clock_of: MakeClock, text: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(processes, "GRACE_S", 1.0)
-    scorer = scorer_of("judged", on_error="Score", error_score=-1.0, timeout_seconds=5)
+    kwargs = {"marks": str(tmp_path)}
+    scorer = scorer_of("judged", kwargs=kwargs, on_error="Score", error_score=-1.0, timeout_seconds=LIMIT_S)
 
+    def is_blocked() -> bool:
+        children = scorer._processes._children
+        return any(7 in child.deadlines and (tmp_path / f"{child._process.pid}").exists() for child in children)
+
+    clock_of(is_blocked)
     results = scorer.score(many(100, at_7=text))
 
     assert [place for place, result in enumerate(results) if result.error] == [7]

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.data import DataError
-from ppojob_trainer.protocol import DataProto, Keys
+from ppojob_trainer.protocol import DataProto, Keys, Ragged, rollout_batch
+from ppojob_trainer.telemetry.current_phase import CurrentPhase, within_phase
 from ppojob_trainer.worker_groups.roles import data
 from ppojob_trainer.worker_groups.roles.data import DataWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -106,3 +108,40 @@ def test_prompts_that_a_step_does_not_use_come_first_in_the_next_one(
     assert sum(source["drawn"] for source in worker.position(1)["sources"]) == 6
     worker.give_back(2, 7)
     assert worker.position(2) == other.loader.state_dict()
+
+
+def test_samples_of_a_step_that_only_a_model_scores_are_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic sampling scores a step part by part; the first parts here have fewer rows than the step's samples."""
+    spec = {
+        **GOOD["spec"],
+        "model": {"actor": {"path": f"{folder}/model"}, "reward": {"path": f"{folder}/model"}},
+        "reward": {"type": "Model"},
+        "data": {"train": {"files": {"paths": [f"{folder}/first.jsonl"]}}, "trainBatchSize": 8},
+        "telemetry": {"samplesPerStep": 4},
+    }
+    context = WorkerContext("data", 0, 1, 1, folder / "log", 1.0, run_folder=folder)
+    worker = DataWorker(context, parse_spec(spec))
+    worker.load()
+    monkeypatch.setattr(Words, "batch_decode", lambda self, sequences: list(map(str, sequences)), raising=False)
+
+    for step, scores in ((1, [0.5]), (1, [1.5, 2.5]), (2, [3.5]), (1, [4.5, 5.5])):
+        with within_phase(CurrentPhase("reward", "reward", step, deadline=0.0)):
+            worker.write_samples(scored(scores))
+    worker.renew()
+    with within_phase(CurrentPhase("reward", "reward", 1, deadline=0.0)):
+        worker.write_samples(scored([6.5]))
+
+    lines = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    assert [(line["step"], line["score"]) for line in lines] == [
+        (1, 0.5), (1, 1.5), (1, 2.5), (2, 3.5), (1, 4.5), (1, 6.5)
+    ]  # fmt: skip
+
+
+def scored(scores: list[float]) -> DataProto:
+    """Return a batch of responses of one token, with these scores."""
+    number = len(scores)
+    columns = rollout_batch([[1]] * number, [[2]] * number)
+    columns[Keys.TOKEN_LEVEL_SCORES] = Ragged.from_rows([[score] for score in scores], torch.float32)
+    texts = {name: ["x"] * number for name in (Keys.SOURCE, Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
+    numbers = {name: [0] * number for name in (Keys.INDEX, Keys.SAMPLE_INDEX)}
+    return DataProto.from_dict(columns, {**texts, **numbers})

@@ -1,5 +1,6 @@
 """Parts of a batch put back together: arithmetic on row numbers, before any row is fetched."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ def part(results: tuple[str, ...], result_of: list[int], position_of: list[int],
     """A table of one source, whose results are names in place of Ray's references."""
     source = Source(results, np.array(result_of), np.array(position_of))  # type: ignore[arg-type]
     return Table((source,), **known)
+
+
+async def never(_: Table) -> None:
+    raise AssertionError("no samples are written")
 
 
 def where(table: Table) -> list[tuple[Any, int]]:
@@ -116,7 +121,43 @@ def test_a_dropped_response_has_no_score() -> None:
     rollout = part(("a",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: (7, 5)})
     masks, scores = (0, 5), (0.5, 0.25)
     table = part(("b",), [0, 0], [0, 1], sums={Keys.RESPONSE_MASK: masks, Keys.TOKEN_LEVEL_SCORES: scores})
-    reward = RewardGroup(None, {}, parse_spec(GOOD["spec"]))
+    reward = RewardGroup(None, {}, parse_spec(GOOD["spec"]), never)
 
     assert reward.row_scores(rollout.union(table.replacing())) == [None, 0.25]
     assert reward.row_scores(rollout.union(table)) == [0.5, 0.25]
+
+
+class _Model:
+    """A copy of a reward model; no test here calls it."""
+
+
+@pytest.mark.parametrize(("number", "sampled"), [(4, [0, 2, 4, 6]), (0, None), (64, list(range(8)))])
+def test_samples_of_a_step_are_of_all_its_rows_whichever_copy_has_scored_them(
+    number: int, sampled: list[int] | None
+) -> None:
+    spec = parse_spec({**GOOD["spec"], "telemetry": {"samplesPerStep": number}})
+    written: list[Table] = []
+
+    async def write(rows: Table) -> None:
+        written.append(rows)
+
+    models: Any = {"reward_model": _Model(), "reward_model_actor": _Model()}
+    reward = RewardGroup(None, models, spec, write)
+    rollout = part(("responses",), [0] * 8, list(range(8)))
+    # The second copy has scored all rows but one.
+    metrics = {"source/a": [1.0] * 8}
+    scores = part(("first", "second"), [1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 2, 0, 3, 4, 5, 6], metrics=metrics)
+
+    asyncio.run(reward.total(rollout.union(scores)))
+    asyncio.run(reward.validate(rollout, [scores]))
+
+    assert [[int(row) for row in table.sources[0].position_of] for table in written] == [sampled] * 2 * bool(number)
+    assert all(len(table.sources) == 2 for table in written), "the scores come with the responses"
+
+
+def test_a_function_writes_samples_itself() -> None:
+    function: Any = object()
+    reward = RewardGroup(function, {}, parse_spec(GOOD["spec"]), never)
+    table = part(("a",), [0], [0])
+
+    assert asyncio.run(reward.total(table)) == (table, {})

@@ -240,9 +240,7 @@ class _Decoder:
         ("reward", 1, 4, 2, 0),
         ("reward", 0, None, 2, 0),
         ("reward", 0, 4, 0, 0),
-        ("reward_model", 0, 4, 2, 2),
-        # A copy in a further pool: one process alone writes the file.
-        ("reward_model_critic", 0, 4, 2, 0),
+        ("data", 0, 4, 2, 2),
     ],
 )
 def test_the_first_process_keeps_samples_of_its_step(

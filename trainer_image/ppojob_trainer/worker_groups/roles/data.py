@@ -2,7 +2,7 @@
 
 The rows stay in its node's object store; the controller gets references. It keeps the position after each recent step,
 because with overlapping steps the next steps' prompts are read before this step's checkpoint is written. It also writes
-and reads the responses that a checkpoint has.
+and reads the responses that a checkpoint has, and writes samples of the responses if only a model scores.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.data import Preparation, PromptDataset, PromptLoader, TableCache, WeightedDataset
 from ppojob_trainer.engines.errors import ModelNotFoundError
 from ppojob_trainer.protocol import ROLLOUT_COLUMNS, DataProto, Keys, Meta
+from ppojob_trainer.rewards.batch import Decoder
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import NotRenewableError
+from ppojob_trainer.worker_groups.samples import READ_BY_SAMPLES, SampleKeeper
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -120,12 +122,15 @@ class DataWorker:
         # The latest step, and the position before its prompts.
         self._start: tuple[int, dict[str, Any]] | None = None
         self._loaded: LoadedData | None = None
+        self._samples = SampleKeeper(context, spec)
+        self._decoder: Decoder | None = None
 
     def renew(self) -> None:
         """See `Renewable`: `restore` sets the position."""
         if self._loaded is None:
             raise NotRenewableError("the data was not opened yet")
         self._start, self._positions = None, {}
+        self._samples.renew()
 
     @property
     def loader(self) -> PromptLoader:
@@ -156,6 +161,8 @@ class DataWorker:
             prompts = dataset.batch(range(len(dataset)))
             self._validation = ReadPrompts.of(prompts, self.spec.rollout.validation.samples_per_prompt)
             names |= dataset.data_sources()
+        if not self.spec.reward.uses_function:
+            self._decoder = load_tokenizer(self.spec.model.actor)
         self._loaded = LoadedData(sorted(names), self._loader.steps_per_epoch)
         return self._loaded
 
@@ -206,6 +213,13 @@ class DataWorker:
     def keep(self, batch: DataProto) -> DataProto:
         """Return a batch of other processes, which is then stored by this one."""
         return batch
+
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=(*READ_BY_SAMPLES, Keys.TOKEN_LEVEL_SCORES))
+    def write_samples(self, batch: DataProto) -> Metrics:
+        """Write these rows of a scored batch, or as many as the step may still have, into `samples.jsonl`."""
+        assert self._decoder is not None, "load() comes first, and no function scores"
+        self._samples.keep(batch, batch.ragged(Keys.TOKEN_LEVEL_SCORES), self._decoder)
+        return {}
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=ROLLOUT_COLUMNS)
     def save_rows(self, batch: DataProto, location: str) -> Metrics:
@@ -282,6 +296,10 @@ class DataGroup:
     async def keep(self, batch: Table) -> Table:
         """See `DataPort`."""
         return await self.group.call(DataWorker.keep, batch)
+
+    async def write_samples(self, batch: Table) -> None:
+        """Write these rows of a scored batch into `samples.jsonl`."""
+        await self.group.call(DataWorker.write_samples, batch)
 
     async def state(self, step: int) -> dict[str, Any]:
         """See `DataPort`."""

@@ -6,7 +6,7 @@ replaces the rollout's mask, so advantages and losses leave these responses out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from ppojob_trainer.rewards.batch import (
     score_batch,
     scores_by_source,
 )
+from ppojob_trainer.rewards.samples import spaced_rows
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.partition import spread
@@ -168,18 +169,31 @@ class FunctionScores:
 class RewardGroup:
     """The whole reward as the controller calls it: a function, a model, or the sum of both."""
 
-    def __init__(self, function: FunctionScores | None, models: Mapping[str, ModelScores], spec: PPOJobSpec) -> None:
+    def __init__(
+        self,
+        function: FunctionScores | None,
+        models: Mapping[str, ModelScores],
+        spec: PPOJobSpec,
+        write_samples: Callable[[Table], Awaitable[object]],
+    ) -> None:
         """
         Args:
             models: the copies of the reward model, by role.
+            write_samples: writes rows with scores into `samples.jsonl`. Called if only a model scores: the workers of a
+                function write their own.
         """
         self.function = function
         self.models = models
+        self._write_samples = write_samples
+        self._num_samples = spec.telemetry.samples_per_step
         self._validation_samples = spec.rollout.validation.samples_per_prompt
 
     async def total(self, batch: Table) -> tuple[Table, dict[str, float]]:
         """See `RewardPort`."""
-        if self.function is None or not self.models:
+        if self.function is None:
+            await self._sample(batch)
+            return batch, {}
+        if not self.models:
             return batch, {}
         table = await self.function.add(batch)
         return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
@@ -197,7 +211,9 @@ class RewardGroup:
         """
         # The function's table comes first.
         total, counts = scores[0], sums_of(scores[0].metrics)
-        if self.function is not None and self.models:
+        if self.function is None:
+            await self._sample(batch.union(total))
+        elif self.models:
             total = await self.function.add(batch.union(*scores))
         means = means_of(total.metrics, SOURCE_PREFIX, suffix="")
         everything = [value for name, values in total.metrics.items() if is_source(name) for value in values]
@@ -215,6 +231,11 @@ class RewardGroup:
             "val-core/score/mean": sum(everything) / len(everything),
             **{f"val-aux/{name}": count for name, count in counts.items()},
         }
+
+    async def _sample(self, batch: Table) -> None:
+        """Write some rows of a batch: whichever copies of the model have scored them."""
+        if rows := spaced_rows(len(batch), self._num_samples):
+            await self._write_samples(batch.take(rows))
 
 
 def is_source(name: str) -> bool:

@@ -10,7 +10,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.precision import dtype_of
 from ppojob_trainer.engines.train.engine import ScoringEngine
 from ppojob_trainer.engines.train.loader import check_reward_model, load_reward_model
-from ppojob_trainer.protocol import DataProto, Keys, Meta
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Meta
 from ppojob_trainer.rewards.batch import (
     REWARD_PREFIX,
     Decoder,
@@ -24,12 +24,13 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, TrainedWorker
-from ppojob_trainer.worker_groups.samples import READ_BY_SAMPLES, SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 __all__ = ["ModelScores", "RewardModelWorker"]
+
+_READ = (*SEQUENCES, Keys.DATA_SOURCE, Keys.INDEX, Keys.RAW_PROMPT)
 
 
 class RewardModelWorker(TrainedWorker):
@@ -44,12 +45,6 @@ class RewardModelWorker(TrainedWorker):
         self._input: ModelInput | None = None
         self._decoder: Decoder | None = None
         self._engine: ScoringEngine | None = None
-        self._samples = SampleKeeper(context, spec)
-
-    def renew(self) -> None:
-        """See `Renewable`: no score depends on an earlier one."""
-        super().renew()
-        self._samples.renew()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def check(self) -> None:
@@ -75,7 +70,7 @@ class RewardModelWorker(TrainedWorker):
         self._engine = load_reward_model(self._model, self.parallel, dtype_of(self.spec.device))
         self._is_loaded = True
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.RAW_PROMPT))
+    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=_READ)
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Return the scores, and as metrics those of each data source. Collective.
 
@@ -100,14 +95,11 @@ class RewardModelWorker(TrainedWorker):
         # Copies that pad a rank's share have no response tokens.
         is_row = mask.any().tolist()
         kept = mask.any().nonzero().flatten()
-        of_rows = placed.take(kept)
-        metrics = scores_by_source(batch[kept], of_rows)
+        metrics = scores_by_source(batch[kept], placed.take(kept))
         longest = self._input.max_length
         metrics[f"{REWARD_PREFIX}clip_ratio"] = [
             float(len(tokens) >= longest) for tokens, counts in zip(token_lists, is_row, strict=True) if counts
         ]
-        if not self.spec.reward.uses_function:
-            self._samples.keep(batch[kept], of_rows, self._decoder)
         name = Keys.MODEL_SCORES if self.spec.reward.uses_function else Keys.TOKEN_LEVEL_SCORES
         return DataProto.from_dict({name: placed}, meta_info={Meta.METRICS: metrics})
 

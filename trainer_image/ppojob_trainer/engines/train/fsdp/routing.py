@@ -10,9 +10,10 @@ choice recorded, a router here takes it over, and weights the experts by its own
 DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) chooses by p + bias, of some groups of experts alone, and weights by p.
 The bias is a buffer: no gradient trains it, and it stays as it is in the checkpoint. So gradients reach the router
 through the weights, as they do without replay. Called by `model` (the routers of a new model), `modules` (the experts
-of a micro-batch), `engine` and `balance` (an observer of all choices). The recording stays with the routers until the
-next pass, because gradient checkpointing computes the layers again. In a pipeline, other micro-batches come between, so
-the routers get the recording again before a backward pass. A stage takes the part of its layers.
+of a micro-batch), `layers` (those that are computed twice), `engine` and `balance` (an observer of all
+choices). The recording stays with the routers until the next pass, because gradient checkpointing computes the layers
+again. In a pipeline, other micro-batches come between, so the routers get the recording again before a backward pass. A
+stage takes the part of its layers.
 
 Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense ones included.
 """
@@ -20,6 +21,7 @@ Suffixes: T tokens, K experts of a token, E experts of a layer, L layers, dense 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Final
 
@@ -35,7 +37,15 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.protocol import Keys, ProtocolError
 
-__all__ = ["OBSERVER", "differing_metrics", "prepare_routers", "replay_experts", "routers"]
+__all__ = [
+    "OBSERVER",
+    "choose_once",
+    "differing_metrics",
+    "prepare_routers",
+    "replay_experts",
+    "routers",
+    "routers_of",
+]
 
 DIFFERING: Final = "differing_choices"
 """Name of a router's buffer: the number of the router's choices that were not recorded, and of all compared choices."""
@@ -44,6 +54,9 @@ OBSERVER: Final = "routing_observer"
 training pass; None: there is none."""
 _RECORDED: Final = "recorded_experts"
 """Name of a router's attribute: the experts to choose, integers [T, K], -1 where it chooses; None: it chooses all."""
+_CHOSEN: Final = "chosen_experts"
+"""Name of a router's attribute: a list with the experts that it has chosen in the first computation of its layer, int16
+[T, K], empty during that; None: the layer is computed once."""
 _SLICES: Final = "token_slices"
 """Name of a router's attribute: the slices of the tokens, of which it computes one; None: it computes all tokens."""
 _COMPUTE: Final = "forward_of_family"
@@ -72,6 +85,7 @@ def prepare_routers(model: nn.Module, slices: TokenSlices | None = None) -> None
     """
     for _, router in routers(model):
         setattr(router, _RECORDED, None)
+        setattr(router, _CHOSEN, None)
         setattr(router, OBSERVER, None)
         setattr(router, _SLICES, slices)
         setattr(router, _COMPUTE, router.forward)
@@ -109,6 +123,22 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
         setattr(router, _RECORDED, None if of_layers is None else of_layers[:, layer])
 
 
+@contextmanager
+def choose_once(layer: nn.Module, chosen: list[Tensor]) -> Iterator[None]:
+    """Let the router of a layer choose in the first computation of the layer, and the same in the second one.
+
+    Args:
+        chosen: the same list for both computations, empty before the first one.
+    """
+    for router in routers_of(layer):
+        setattr(router, _CHOSEN, chosen)
+    try:
+        yield
+    finally:
+        for router in routers_of(layer):
+            setattr(router, _CHOSEN, None)
+
+
 def differing_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
     """Return the share of the routers' own choices since the last call that were not recorded. Collective.
 
@@ -130,24 +160,35 @@ def routers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yield the number of the layer of each router, and the router."""
     layers = next((part for name, part in model.named_modules() if name.split(".")[-1] == "layers"), nn.ModuleList())
     for number, layer in enumerate(layers.children()):
-        for part in layer.modules():
-            if type(part) in _SCORES:
-                yield number, part
+        for router in routers_of(layer):
+            yield number, router
+
+
+def routers_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the router of a layer; dense layers have none."""
+    return (part for part in layer.modules() if type(part) in _SCORES)
 
 
 def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As transformers' router: return logits [T, E], the weights of the chosen experts [T, K], and the experts."""
     logits, weights_TK, own_TK = getattr(router, _COMPUTE)(hidden_states)
     recorded: Tensor | None = getattr(router, _RECORDED)
+    chosen: list[Tensor] | None = getattr(router, _CHOSEN)
     observer = getattr(router, OBSERVER) if router.training else None
-    if recorded is None and observer is None:
+    if recorded is None and chosen is None and observer is None:
         return logits, weights_TK, own_TK
     scores_TE, chosen_TK = _SCORES[type(router)](logits), own_TK
     if recorded is not None:
         chosen_TK = torch.where(recorded >= 0, recorded.to(own_TK.dtype), own_TK)
-        weights_TK = _weights(router, scores_TE, chosen_TK).to(weights_TK.dtype)
         if router.training:
             _count_differing(router.get_buffer(DIFFERING), own_TK, chosen_TK, recorded >= 0)
+    if chosen:
+        chosen_TK = chosen[0].to(own_TK.dtype)
+    elif chosen is not None:
+        chosen.append(chosen_TK.to(torch.int16))
+    if recorded is not None or chosen is not None:
+        # In both computations of a layer, which must save the same tensors.
+        weights_TK = _weights(router, scores_TE, chosen_TK).to(weights_TK.dtype)
     if observer is not None:
         observer(scores_TE, chosen_TK)
     return logits, weights_TK, chosen_TK

@@ -1,0 +1,73 @@
+"""A recomputed layer of a mixture has the experts of its first computation, whatever its router would choose then."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppojob_trainer.engines.train.fsdp import routing
+from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.routing import routers
+from ppojob_trainer.engines.train.mesh import ParallelMesh
+from ppojob_trainer.protocol import DataProto
+from tests.unit.trainer.engines import gradient_ranks
+from tests.unit.trainer.engines.test_engine_routing import (
+    gradients_of_update,
+    make_policy,
+    next_but,
+    random_recording,
+)
+from tests.unit.trainer.engines.tiny_experts import MIXTURES, save_tiny_experts
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_experts(tmp_path_factory.mktemp("experts") / request.param, family=request.param)
+
+
+def choose_otherwise_again(policy: FSDPEngine) -> list[Tensor]:
+    """Let the routers choose another second expert of each token in a backward pass; return those choices."""
+    found: list[Tensor] = []
+
+    def forward(compute: Any, hidden: Tensor) -> Any:
+        logits, weights, chosen = compute(hidden)
+        # As torch's checkpoint finds out whether a backward pass runs.
+        if torch._C._current_graph_task_id() != -1:
+            other = next_but(chosen[:, 0], chosen[:, 1])
+            found.append(other)
+            chosen = torch.stack([chosen[:, 0], other], dim=1)
+        return logits, weights, chosen
+
+    for _, router in routers(policy.module.backbone):
+        setattr(router, routing._COMPUTE, partial(forward, getattr(router, routing._COMPUTE)))
+    return found
+
+
+def partly_recorded() -> DataProto:
+    """Half of the choices are recorded; the routers choose the others."""
+    batch = random_recording(gradient_ranks.whole_batch())
+    column = batch.ragged("routed_experts")
+    values = column.values.to(torch.int64)
+    values[::2] = -1
+    return batch.with_fields({"routed_experts": column.with_values(values)})
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_gradients_are_those_of_the_first_choices(parallel: ParallelMesh, path: Path, is_recorded: bool) -> None:
+    batch = partly_recorded() if is_recorded else gradient_ranks.whole_batch()
+    expected = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=False), batch)
+
+    policy = make_policy(parallel, path, gradient_checkpointing=True)
+    others = choose_otherwise_again(policy)
+    found = gradients_of_update(policy, batch)
+
+    assert len(others) >= MIXTURES[path.name].num_sparse, "the layers are computed again"
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(found[name] / scale, gradient / scale, atol=1e-4, rtol=0, msg=name)
