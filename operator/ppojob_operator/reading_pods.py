@@ -20,6 +20,8 @@ _LOST_NODES = {"DeletionByTaintManager", "DeletionByPodGC"}
 _RAY_CONTAINERS = {naming.HEAD_CONTAINER, naming.WORKER_CONTAINER}
 _NO_DEVICES = "cannot allocate all claims"
 """The scheduler's message if no node has devices left for a pod's ResourceClaims."""
+_NO_VOLUME = "unbound immediate PersistentVolumeClaims"
+"""The scheduler's message if a claim of the pod has no volume yet."""
 
 
 def is_fetch_pod(raw: Manifest) -> bool:
@@ -75,7 +77,7 @@ def _pod_trouble(raw: Manifest, conditions: Mapping[str, Mapping[str, Any]]) -> 
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         words = str(scheduled.get("message", ""))
-        return Trouble(_scheduling_reason(raw, words), words)
+        return Trouble(_scheduling_reason(raw, words), f"{words}{_volume_remedy(raw, words)}")
     troubles = [*_out_of_memory(raw, "state"), *_container_troubles(raw.get("status", {}))]
     if troubles:
         return troubles[0]
@@ -92,6 +94,16 @@ def _scheduling_reason(raw: Manifest, words: str) -> str:
     extended = {name for limit in limits for name in limit if "/" in name}
     lacking = _NO_DEVICES in words or any(f"Insufficient {name}" in words for name in extended)
     return Reason.INSUFFICIENT_GPUS if lacking else Reason.UNSCHEDULABLE
+
+
+def _volume_remedy(raw: Manifest, words: str) -> str:
+    """Return where the reason is if a claim has no volume: the scheduler names neither the claim nor the reason."""
+    if _NO_VOLUME not in words:
+        return ""
+    volumes = raw.get("spec", {}).get("volumes", [])
+    claims = (volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume)
+    command = " ".join(["kubectl describe pvc", *dict.fromkeys(claims)])
+    return f"; `{command}` says why, for example because no StorageClass is the default one"
 
 
 def _disruption(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:

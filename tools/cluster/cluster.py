@@ -92,7 +92,7 @@ def up(layout: Layout, stages: Stages) -> bool:
     with stages.stage(_PREFLIGHT):
         preflight.require_room(layout)
     with stages.stage("system packages") as stage:
-        stage.note = ", ".join(system_packages.ensure()) or "all there"
+        stage.note = ", ".join(system_packages.ensure()) or "all installed"
     build(layout, stages)
     processes = Processes(layout)
     was_running = _has_healthy_core(layout, processes)
@@ -103,7 +103,7 @@ def up(layout: Layout, stages: Stages) -> bool:
         if not was_running:
             node.set_capacity(layout, node.DEFAULT_CAPACITY)
         node.set_labels(layout, node.DEFAULT_LABELS)
-        stage.note = "kept" if was_running else f"{node.DEFAULT_CAPACITY[node.GPU_RESOURCE]} GPUs that are not there"
+        stage.note = "kept" if was_running else f"{node.DEFAULT_CAPACITY[node.GPU_RESOURCE]} simulated GPUs"
     return not was_running
 
 
@@ -159,10 +159,10 @@ def _has_healthy_core(layout: Layout, processes: Processes) -> bool:
 
 
 def _start_core(layout: Layout, processes: Processes, stages: Stages) -> None:
-    with stages.stage("clear away an earlier cluster") as stage:
-        stage.note = ", ".join(clear_away(layout, processes)) or "nothing there"
+    with stages.stage("remove an earlier cluster") as stage:
+        stage.note = ", ".join(clear_away(layout, processes)) or "nothing to remove"
     with stages.stage("certificates") as stage:
-        stage.note = "made" if certificates.ensure(layout) else "still good"
+        stage.note = "created" if certificates.ensure(layout) else "still valid"
     with stages.stage("network"):
         network.ensure(layout)
     with stages.stage("control plane"):

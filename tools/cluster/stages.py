@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tools.cluster.errors import ClusterError
 
@@ -74,9 +73,13 @@ class Stages:
         self.console.print(f"  done in {stage.seconds:.1f} s{escape(note)}")
 
     def print_table(self) -> None:
-        """Print every stage with its result and time."""
-        table = Table("stage", "result", "seconds", "note")
+        """Print every stage with its result, seconds and note, one a line.
+
+        Without rich's table, which cuts notes: they have names of images and paths that a reader copies.
+        """
+        width = max((len(stage.name) for stage in self.stages), default=0)
+        self.console.print(f"[bold]{'stage':{width}}  result  seconds  note[/]")
         for stage in self.stages:
-            result = "[red]failed[/]" if stage.is_failed else "[green]ok[/]"
-            table.add_row(escape(stage.name), result, f"{stage.seconds:.1f}", escape(stage.note))
-        self.console.print(table)
+            result = "[red]failed[/]" if stage.is_failed else "[green]ok[/]    "
+            line = f"{escape(f'{stage.name:{width}}')}  {result}  {stage.seconds:7.1f}  {escape(stage.note)}"
+            self.console.print(line.rstrip())

@@ -26,23 +26,33 @@ INSIDE = Path(__file__).with_name("inside.py")
 CHOSEN_USER = "23456:0"
 # Pure Python, small, and in none of the images.
 ADDED_PACKAGE = "cowsay"
+_BUILD_REMEDY = (
+    "The output above has the reason. If the base image or a package cannot be downloaded, set BASE, UV_DEFAULT_INDEX "
+    "or PIP_INDEX_URL: docs/install.md, section Images"
+)
 _UPON = "FROM {image}\nRUN pip install --quiet {package}\nRUN python -c 'import {package}'\n"
 
 
 def build(engine: Engine, recipe: Recipe, environment: Mapping[str, str]) -> str:
-    """Build an image of the working tree; return its name."""
+    """Build an image of the working tree; return its name.
+
+    Raises:
+        ImageError: the program fails; with the variables that help if it could not download something.
+    """
     name = f"{recipe.repository}:{recipes.tag(environment)}"
-    start = time.monotonic()
-    run(
-        engine.build(
-            containerfile=str(PROJECT / recipe.containerfile),
-            context=str(PROJECT),
-            tag=name,
-            arguments={**dict(recipe.arguments), **recipes.mirrors(environment)},
-            labels=recipes.labels(recipe),
-            options=shlex.split(environment.get("BUILD_OPTIONS", "")),
-        )
+    command = engine.build(
+        containerfile=str(PROJECT / recipe.containerfile),
+        context=str(PROJECT),
+        tag=name,
+        arguments={**dict(recipe.arguments), **recipes.mirrors(environment)},
+        labels=recipes.labels(recipe),
+        options=shlex.split(environment.get("BUILD_OPTIONS", "")),
     )
+    start = time.monotonic()
+    try:
+        run(command)
+    except ImageError as error:
+        raise ImageError(f"{error}\n{_BUILD_REMEDY}") from error
     say(f"built {name} with {engine.program} in {time.monotonic() - start:.0f} s")
     return name
 

@@ -32,7 +32,7 @@ OURS = {
     "trainer-cuda": ("ppojob_api", "ppojob_trainer"),
 }
 _TRAINER_LIBRARIES = (
-    *("torch", "torch.distributed.fsdp", "torch._inductor.compile_fx", "transformers", "tensordict", "datasets"),
+    *("torch", "torch.distributed.fsdp", "torch._inductor.compile_fx", "transformers", "datasets"),
     *("ray", "ray.dashboard.head", "ray.util.state", "reasoning_gym", "obstore", "vllm", "vllm.v1.engine.async_llm"),
     *("vllm.v1.engine.core", "vllm.v1.worker.worker_base", "vllm.v1.executor.uniproc_executor"),
 )

@@ -22,6 +22,9 @@ from ppojob_api.v1alpha1.runtime import FailedRole, FailureAction, FailureRule
 from ppojob_api.v1alpha1.status import Retries
 from ppojob_operator.reconcile.situation import Failure, Situation
 
+REMEDY = "correct the cause, then"
+"""Beginning of the sentence with which the message of a job that has failed ends."""
+
 DISRUPTIONS = (Reason.PREEMPTED, Reason.NODE_LOST, Reason.CLUSTER_DELETED)
 """Reasons of attempts that ended because somebody, or the cluster, took their pods away."""
 
@@ -95,7 +98,7 @@ def how_to_retry(situation: Situation) -> str:
     """Return the remedy of a job that has failed: run it again after the cause is corrected."""
     checkpoint = situation.status.checkpoint
     where = "" if checkpoint is None else f" from its checkpoint of step {checkpoint.step}"
-    return f"correct the cause, then `kubectl ppo retry {situation.job.key.name}` runs the job again{where}"
+    return f"{REMEDY} `kubectl ppo retry {situation.job.key.name}` runs the job again{where}"
 
 
 def _matching_rule(situation: Situation, failure: Failure) -> tuple[int, FailureRule] | None:

@@ -19,7 +19,7 @@ _REFUSALS = (
     *("access denied", "is denied", "denied:"),
 )
 """Words of registries that have no such image, or do not give it to this client."""
-_REMEDY = "correct the image (spec.image, or that of the container in podTemplate) or spec.imagePullSecrets"
+_REMEDY = "check the image (spec.image, or that of the container in podTemplate) and spec.imagePullSecrets"
 
 
 def refusal(situation: Situation) -> str:

@@ -58,7 +58,7 @@ def pools_ready(situation: Situation) -> PoolsFinding:
     pools = situation.spec.pools
     pods = {pool.name: [pod for pod in situation.pods if pod.pool == pool.name] for pool in pools}
     num_ready = {name: sum(pod.is_ready for pod in group) for name, group in pods.items()}
-    troubles = {pool.name: _trouble(pool, pods[pool.name]) for pool in pools}
+    troubles = {pool.name: _pool_trouble(pool, pods[pool.name]) for pool in pools}
     ready_gpus = sum(min(num_ready[pool.name], pool.nodes) * pool.gpus_per_node for pool in pools)
     desired_gpus = sum(pool.gpus for pool in pools)
     statuses = tuple(
@@ -84,7 +84,20 @@ def released(situation: Situation, finding: Finding) -> PoolsFinding:
     return PoolsFinding(finding, tuple(statuses), f"0/{sum(pool.gpus for pool in pools)}")
 
 
-def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str, int]) -> Finding:
+@dataclass(frozen=True)
+class _PlacedTrouble:
+    """A problem, and the words before it that say where it is: `head: `, `pool actor: `, or the pool's requests."""
+
+    place: str
+    trouble: Trouble
+
+    @property
+    def message(self) -> str:
+        """The place, then the problem."""
+        return f"{self.place}{self.trouble.message[:_MAX_WORDS]}"
+
+
+def _finding(situation: Situation, troubles: list[_PlacedTrouble], num_ready: dict[str, int]) -> Finding:
     cluster, head, error = situation.cluster, situation.head, situation.observed.last_error
     if cluster is None:
         words = f"the RayCluster {situation.cluster_name} is being created"
@@ -92,16 +105,16 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if without_pods := _without_pods(situation, cluster):
         return without_pods
     if head is not None and head.trouble is not None and not head.is_ready:
-        troubles = [Trouble(head.trouble.reason, f"head: {head.trouble.message}"), *troubles]
+        troubles = [_PlacedTrouble("head: ", head.trouble), *troubles]
     not_ready = _not_ready(situation, num_ready)
     if not_ready and cluster.problem:
         words = f"KubeRay cannot create all pods: {cluster.problem[:_MAX_WORDS]}"
         if never := quotas.excess_of_cluster(cluster.problem, cluster.spec):
             words = f"the pods can never run: {never}; {words}"
-        troubles = [*troubles, Trouble(Reason.PODS_REFUSED, words)]
+        troubles = [*troubles, _PlacedTrouble("", Trouble(Reason.PODS_REFUSED, words))]
     if troubles:
-        worst = min(troubles, key=lambda trouble: _SEVERITY.index(trouble.reason))
-        words = "; ".join(trouble.message for trouble in troubles)
+        worst = min((each.trouble for each in troubles), key=lambda trouble: _SEVERITY.index(trouble.reason))
+        words = _joined(troubles)
         if worst.reason in CAPACITY_REASONS and (leaving := situation.leaving_pods):
             names = ", ".join(pod.name for pod in leaving)
             return _waiting(f"waits for the deletion of the pods of an earlier attempt ({names[:_MAX_WORDS]}); {words}")
@@ -109,6 +122,18 @@ def _finding(situation: Situation, troubles: list[Trouble], num_ready: dict[str,
     if not_ready:
         return _waiting("; ".join(not_ready))
     return Finding("True", Reason.PODS_READY, _ready_words(situation, num_ready))
+
+
+def _joined(troubles: list[_PlacedTrouble]) -> str:
+    """Return all messages in one. If places have the same problem, it is there once, after all of them."""
+    groups: dict[str, list[_PlacedTrouble]] = {}
+    for each in troubles:
+        groups.setdefault(each.trouble.message, []).append(each)
+    messages = []
+    for *others, last in groups.values():
+        separator = ", " if last.place.endswith(": ") else "; "
+        messages.append("".join(f"{each.place[:-2]}{separator}" for each in others) + last.message)
+    return "; ".join(messages)
 
 
 def _ready_words(situation: Situation, num_ready: dict[str, int]) -> str:
@@ -153,16 +178,16 @@ def _waiting(words: str) -> Finding:
     return Finding("False", Reason.WAITING_FOR_PODS, words)
 
 
-def _trouble(pool: Pool, pods: list[Pod]) -> Trouble | None:
-    """Return the most severe problem of the pool's pods, with the pool's requests before the scheduler's message."""
+def _pool_trouble(pool: Pool, pods: list[Pod]) -> _PlacedTrouble | None:
+    """Return the most severe problem of the pool's pods, with the pool's requests if the scheduler reports it."""
     troubles = Counter(pod.trouble for pod in pods if pod.trouble and not pod.is_ready)
     if not troubles:
         return None
     trouble, _ = max(troubles.items(), key=lambda item: (-_SEVERITY.index(item[0].reason), item[1]))
-    return Trouble(trouble.reason, f"{_preface(pool, trouble)}{trouble.message[:_MAX_WORDS]}")
+    return _PlacedTrouble(_place(pool, trouble), trouble)
 
 
-def _preface(pool: Pool, trouble: Trouble) -> str:
+def _place(pool: Pool, trouble: Trouble) -> str:
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
         return f"pool {pool.name} requests {' and '.join(_devices(pool))} per node; "

@@ -17,6 +17,7 @@ from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.status import ConditionStatus, PPOJobStatus, Retries, RetryStatus
 from ppojob_operator.plan import EventRecord, Job
+from ppojob_operator.reconcile.failure_policy import REMEDY
 from ppojob_operator.reconcile.situation import Finding
 from ppojob_operator.reconcile.status import format_time
 
@@ -68,7 +69,8 @@ def rerun(job: Job, accepted: Finding, now: datetime) -> Rerun:
     end = _true(status, Condition.COMPLETE) or _true(status, Condition.FAILED)
     assert end is not None, "the job has not ended"
     where = "starts from step 0" if checkpoint is None else f"resumes from the checkpoint of step {checkpoint.step}"
-    message = f"attempt {attempt} {where}, as requested; the job had ended with {end.type}: {end.reason}: {end.message}"
+    cause = end.message.partition(f"; {REMEDY}")[0]
+    message = f"attempt {attempt} {where}, as requested; the job had ended with {end.type}: {end.reason}: {cause}"
     starting = Finding("False", Reason.RESTARTING, message)
     waiting = Finding("False", Reason.WAITING_FOR_PODS, f"attempt {attempt} has no pods yet")
     findings = {

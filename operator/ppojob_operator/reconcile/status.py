@@ -120,7 +120,12 @@ def merge_conditions(
 
 
 def condition_events(old: Sequence[ConditionStatus], new: Sequence[ConditionStatus]) -> Iterator[EventRecord]:
-    """Yield an Event for each condition that changed to a status or reason in the tables above."""
+    """Yield an Event for each condition that changed to a status or reason in the tables above.
+
+    If several conditions have the same reason and message, as Progressing and Failed at the end of a job, only the last
+    one has an Event.
+    """
+    events: dict[tuple[str, str], EventRecord] = {}
     before = {condition.type: (condition.status, condition.reason) for condition in old}
     for condition in new:
         if before.get(condition.type) == (condition.status, condition.reason):
@@ -130,7 +135,9 @@ def condition_events(old: Sequence[ConditionStatus], new: Sequence[ConditionStat
             continue
         is_bad = condition.reason in _WARNING_REASONS or state == (Condition.FAILED, "True")
         if is_bad or condition.reason in _NORMAL_REASONS or state in _NORMAL_CONDITIONS:
-            yield EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
+            event = EventRecord(condition.reason, condition.message, is_warning=is_bad, action=condition.type)
+            events[condition.reason, condition.message] = event
+    yield from events.values()
 
 
 def format_time(moment: datetime) -> str:

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tools.cluster.command import run, succeeds
 from tools.cluster.errors import ClusterError, tail
 from tools.cluster.processes import start_ticks
+from tools.cluster.stages import StageFailed, Stages
 from tools.cluster.waiting import wait_until
 
 
@@ -81,3 +83,21 @@ def test_tail_shows_the_last_lines_and_survives_a_missing_file(tmp_path: Path) -
     log.write_text("\n".join(str(number) for number in range(100)))
     assert tail(log, lines=2) == "  | 98\n  | 99"
     assert tail(tmp_path / "none") == "  (no log: No such file or directory)"
+
+
+def test_the_table_of_the_stages_keeps_names_whole_on_a_narrow_terminal() -> None:
+    image = "registry.example/ppojob/trainer:" + "0123456789abcdef" * 3
+    stages = Stages(Console(width=40, record=True, soft_wrap=True, highlight=False))
+    with stages.stage("image trainer") as stage:
+        stage.note = image
+    with pytest.raises(StageFailed), stages.stage("the demo"):
+        raise ClusterError("no")
+    stages.console.export_text()
+
+    stages.print_table()
+
+    head, first, second = stages.console.export_text().splitlines()
+    assert head.split() == ["stage", "result", "seconds", "note"]
+    assert first.split()[:3] + first.split()[4:] == ["image", "trainer", "ok", image]
+    assert second.split()[:3] == ["the", "demo", "failed"]
+    assert first.index(image) == head.index("note")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.images.inside import failure_of, import_all, imports_of, modules_of
+from tools.images.inside import LIBRARIES, failure_of, import_all, imports_of, modules_of
 from tools.images.recipes import PROJECT
 
 SOURCE = """
@@ -71,6 +72,13 @@ def test_a_failed_import_has_its_name_and_cause(module: str, name: str, words: s
 
     assert failure.startswith(words)
     assert bool(failure) == bool(words)
+
+
+@pytest.mark.parametrize("kind", ["operator", "trainer"])
+def test_every_library_that_the_check_imports_is_required(kind: str) -> None:
+    packages = {name.partition(".")[0] for name in LIBRARIES[kind]}
+
+    assert [package for package in packages if importlib.util.find_spec(package) is None] == []
 
 
 def test_an_environment_that_lacks_a_module_fails_with_all_their_names() -> None:

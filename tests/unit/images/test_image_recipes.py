@@ -118,6 +118,13 @@ def test_a_containerfile_declares_the_arguments_that_are_given(containerfile: st
     assert given | {"BASE", "UV_DEFAULT_INDEX", "PIP_INDEX_URL"} == set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
 
 
+@pytest.mark.parametrize("containerfile", CONTAINERFILES)
+def test_a_user_that_the_image_does_not_know_has_a_name_and_a_home(containerfile: str) -> None:
+    [settings] = re.findall(r"^ENV PATH=(?:.*\\\n)+.*", (PROJECT / containerfile).read_text(), re.MULTILINE)
+
+    assert {"HOME", "USER"} <= set(re.findall(r"(\w+)=", settings))
+
+
 def test_both_images_have_the_same_base_by_its_full_name() -> None:
     bases = {re.search(r"^ARG BASE=(.+)$", (PROJECT / name).read_text(), re.MULTILINE) for name in CONTAINERFILES}
 
@@ -212,6 +219,18 @@ def test_a_refusal_says_what_to_do(
 ) -> None:
     assert main(arguments, {**os.environ, "ENGINE": "podman", **environment}) == 1
     assert words in capsys.readouterr().err
+
+
+def test_a_build_that_fails_names_the_variables_for_another_base_and_index(
+    calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.with_name("podman").write_text("#!/bin/sh\nexit 125\n")
+
+    assert main(["build", "operator"], {**os.environ, "ENGINE": "podman"}) == 1
+    error, remedy = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: exit code 125: podman build ")
+    for name in ("BASE", "UV_DEFAULT_INDEX", "PIP_INDEX_URL"):
+        assert name in remedy
 
 
 def test_every_image_has_a_target_of_make_that_builds_it() -> None:

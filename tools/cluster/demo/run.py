@@ -74,8 +74,8 @@ def run(layout: Layout, target: Target, images: ImageNames | None, *, limit: flo
             target.apply(manifests.claim())
         job_storage.open_storage(target, names.trainer)
     with stages.stage("the model") as stage:
-        stage.note = "stands already" if job_storage.has_model(target) else "prepared by a Kubernetes Job"
-        if stage.note != "stands already":
+        stage.note = "exists already" if job_storage.has_model(target) else "prepared by a Kubernetes Job"
+        if stage.note != "exists already":
             job_storage.prepare_model(target, names.trainer)
     _train(target, names.trainer, limit, stages)
     if not target.is_ours:

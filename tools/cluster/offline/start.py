@@ -46,7 +46,7 @@ def up(machine: Machine, stages: Stages) -> None:
         stage.note = _install_programs(machine)
     with stages.stage("bytecode"):
         _compile(machine)
-    with stages.stage("clear away an earlier cluster"):
+    with stages.stage("remove an earlier cluster"):
         cluster.clear_away(layout, processes)
     with stages.stage("certificates, network and images"):
         certificates.ensure(layout)

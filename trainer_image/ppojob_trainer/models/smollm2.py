@@ -72,10 +72,15 @@ def packaged_gguf() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    # Progress bars would fill the pod's log; tqdm reads the variable when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # Imported here: transformers takes seconds to load, and is_prepared() must stay cheap.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    # transformers advises float32, which does not apply: the written model is bfloat16.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # The weights are plain bfloat16 now; with the GGUF quantizer still attached save_pretrained refuses.
     model.__dict__["hf_quantizer"] = None

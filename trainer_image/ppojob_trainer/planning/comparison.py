@@ -1,8 +1,9 @@
 """The plan beside what was measured: the plan's error. Called by `report` and by `make plan-error`.
 
 Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are
-predicted from the other runs, not from the run itself. If no other job is a mixture of experts, a mixture's rates of
-experts and of sending the weights are its own (`is_own_rate`): their errors are those of the calibration.
+predicted from the other runs, not from the run itself. If no other run of a mixture of experts has measured a phase, a
+mixture's rate of it is its own (`is_own_rate`), and so is that of sending the weights: their errors are those of the
+calibration.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _KINDS_OF_SECONDS: Final = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's rate comes from a run
-    of the same job."""
+    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's rate comes from this
+    run itself."""
 
     run: str
     what: str
@@ -96,23 +97,21 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
 
 
 def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], set[str]]:
-    """Return the runs from which a run's seconds are predicted, and which of its seconds have a rate of its own job.
+    """Return the runs from which a run's seconds are predicted, and which of its seconds have a rate of its own.
 
-    These are the phases of a mixture of experts that no other mixture has measured, but not its generation; with any
-    of them, its step too.
+    These are the phases of a mixture of experts that no other mixture has measured, but not its generation, and pushes:
+    two of different sizes give their rate. With any of them, its step too.
     """
-    job = _run(name).repeats or name
-    rates = {other: one for other, one in timed.items() if _gives_rates(_run(other))}
-    others = [one for other, one in rates.items() if other != job]
-    if not timed[name].workload.has_experts or job not in rates:
+    others = [one for other, one in timed.items() if other != name and one.seconds]
+    if not timed[name].workload.has_experts:
         return others, set()
-    known = {phase for one in others if one.workload.has_experts for phase in one.seconds}
+    known = {phase for one in others if one.workload.has_experts for phase in one.seconds} - {Phase.UPDATE_WEIGHTS}
     seconds = {
-        phase: value for phase, value in rates[job].seconds.items() if phase not in known and phase != Phase.GENERATE
+        phase: value
+        for phase, value in timed[name].seconds.items()
+        if phase not in known and phase != Phase.GENERATE
     }
-    if not seconds:
-        return others, set()
-    return [*others, replace(rates[job], seconds=seconds)], {*seconds, "step"}
+    return [*others, replace(timed[name], seconds=seconds)], {*seconds, "step"}
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
@@ -125,10 +124,6 @@ def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
 
 def _run(name: str) -> MeasuredRun:
     return next(run for run in RUNS if run.name == name)
-
-
-def _gives_rates(run: MeasuredRun) -> bool:
-    return bool(run.phases) and run.repeats is None
 
 
 def _timed(run: MeasuredRun, workload: Workload) -> TimedRun:
@@ -152,14 +147,14 @@ def stored() -> tuple[list[Compared], list[TimedRun]]:
 
 
 def timed_runs() -> list[TimedRun]:
-    """Return the runs whose phases were measured, one of each job."""
+    """Return the runs whose phases were measured."""
     return stored()[1]
 
 
 def computed() -> str:
     """Plan all runs; return the content of the file."""
     plans = {run.name: plan_of(run) for run in RUNS}
-    workloads = {name: asdict(_workload(_run(name), plan)) for name, plan in plans.items() if _gives_rates(_run(name))}
+    workloads = {name: asdict(_workload(_run(name), plan)) for name, plan in plans.items() if _run(name).phases}
     content = {"compared": [asdict(one) for one in compare(plans)], "workloads": workloads}
     return json.dumps(content, indent=1) + "\n"
 

@@ -279,15 +279,19 @@ def _of_weights(work: Workload, runs: Sequence[TimedRun]) -> float | None:
     reloaded = [run for run in sent if run.workload.is_reloaded]
     copied = [run for run in sent if not run.workload.is_reloaded]
     if work.is_reloaded and reloaded:
+        if len({run.workload.weight_bytes for run in reloaded}) > 1:
+            return _on_line(work, reloaded)
         of_byte = statistics.median(run.seconds[Phase.UPDATE_WEIGHTS] / run.workload.weight_bytes for run in reloaded)
-        # No push of a few weights to such an engine was measured: it takes at least as long as one that copies.
+        # It takes at least as long as one that copies.
         least = min((run.seconds[Phase.UPDATE_WEIGHTS] for run in copied), default=0.0)
         return max(least, work.weight_bytes * of_byte)
-    if len(copied) < 2:
-        return None
-    sizes = [run.workload.weight_bytes for run in copied]
-    times = [run.seconds[Phase.UPDATE_WEIGHTS] for run in copied]
-    line = statistics.linear_regression(sizes, times)
+    return None if len(copied) < 2 else _on_line(work, copied)
+
+
+def _on_line(work: Workload, runs: Sequence[TimedRun]) -> float:
+    """Return the seconds of a push by a line through the bytes and seconds of others, and no less than the shortest."""
+    times = [run.seconds[Phase.UPDATE_WEIGHTS] for run in runs]
+    line = statistics.linear_regression([run.workload.weight_bytes for run in runs], times)
     return max(min(times), line.intercept + line.slope * work.weight_bytes)
 
 

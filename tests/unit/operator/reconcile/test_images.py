@@ -34,8 +34,14 @@ def test_an_invalid_name_fails_the_job_at_once(pool: str, where: str) -> None:
     assert world.verdict(Condition.FAILED) == ("True", Reason.IMAGE_PULL_FAILED)
     message = world.condition(Condition.FAILED).message
     assert message.startswith(f"an image cannot be pulled: {where}: InvalidImageName")
-    assert "correct the image (spec.image, or that of the container in podTemplate) or spec.imagePullSecrets" in message
+    assert "check the image (spec.image, or that of the container in podTemplate) and spec.imagePullSecrets" in message
     assert message.endswith("`kubectl ppo retry arithmetic` runs the job again")
+
+
+def test_the_end_of_the_job_has_one_event() -> None:
+    world = pulling(INVALID).settle()
+
+    assert world.words.count(world.condition(Condition.FAILED).message) == 1
 
 
 @pytest.mark.parametrize("message", [MISSING, FORBIDDEN])

@@ -152,6 +152,36 @@ def test_a_head_in_trouble_names_the_condition_too() -> None:
     assert world.condition(Condition.POOLS_READY).message == f"head: {NO_IMAGE.message}"
 
 
+def test_a_problem_of_head_and_pools_is_reported_once() -> None:
+    world = starting().pods_become(ready=False, pool="head", trouble=NO_IMAGE)
+    world.pods_become(ready=False, pool="actor", trouble=NO_IMAGE).pods_become(
+        ready=False, pool="critic", trouble=NO_IMAGE
+    )
+
+    world.settle()
+
+    message = world.condition(Condition.POOLS_READY).message
+    assert message == f"head, pool actor, pool critic: {NO_IMAGE.message}"
+    assert [pool["message"] for pool in world.status["pools"]] == [
+        f"pool actor: {NO_IMAGE.message}",
+        f"pool critic: {NO_IMAGE.message}",
+    ]
+
+
+def test_what_the_scheduler_says_of_head_and_pool_is_reported_once_with_the_pools_requests() -> None:
+    world = starting(pools=GPU_POOLS).pods_become(ready=False, pool="head", trouble=NO_NODE)
+    world.pods_become(ready=False, pool="actor", trouble=NO_GPUS).pods_become(
+        ready=False, pool="critic", trouble=NO_NODE
+    )
+
+    world.settle()
+
+    message = world.condition(Condition.POOLS_READY).message
+    assert message.startswith("head; pool critic requests 8 nvidia.com/gpu")
+    assert message.count(NO_NODE.message) == 1
+    assert message.endswith(f"pool actor requests 2 nvidia.com/gpu per node; {NO_GPUS.message}")
+
+
 def test_a_cluster_that_kuberay_cannot_fill_says_so_in_its_words() -> None:
     words = 'pods "x" is forbidden: exceeded quota: gpus'
     world = World().settle().see(clusters=(Cluster(first_cluster(), problem=words),))

@@ -78,10 +78,6 @@ def test_a_running_pod_is_ready_with_its_condition() -> None:
             Trouble(Reason.UNSCHEDULABLE, "0/1 nodes are available: 1 Insufficient cpu."),
         ),
         (
-            unscheduled("pod has unbound immediate PersistentVolumeClaims"),
-            Trouble(Reason.UNSCHEDULABLE, "pod has unbound immediate PersistentVolumeClaims"),
-        ),
-        (
             waiting("ErrImagePull", "failed to pull: not found"),
             Trouble(Reason.IMAGE_PULL_FAILED, "ErrImagePull: failed to pull: not found", RAY),
         ),
@@ -107,6 +103,18 @@ def test_a_pod_that_does_not_run_says_why(status: dict[str, Any], trouble: Troub
 
     assert not found.is_ready
     assert found.trouble == trouble
+
+
+def test_a_pod_whose_claim_has_no_volume_says_where_the_reason_is() -> None:
+    words = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+    names = ("data", "models", "data")
+    volumes = [{"persistentVolumeClaim": {"claimName": name}} for name in names]
+    spec = {"containers": [], "volumes": [{"emptyDir": {}}, *volumes]}
+
+    found = read_pod({"metadata": {"name": "p"}, "spec": spec, "status": unscheduled(words)})
+
+    remedy = "; `kubectl describe pvc data models` says why, for example because no StorageClass is the default one"
+    assert found.trouble == Trouble(Reason.UNSCHEDULABLE, f"{words}{remedy}")
 
 
 def disrupted(why: str, message: str = "", **status: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def test_a_failed_job_runs_again_with_a_fresh_budget_and_its_totals() -> None:
     assert world.status["retry"] == {"request": "first", "time": "2026-03-01T12:01:20Z"}
     [words] = [words for words in world.words if words.startswith("attempt 1 resumes from the checkpoint of step 5")]
     assert "the job had ended with Failed: BackoffLimitExceeded: attempt 0 failed" in words
+    assert "correct the cause" not in words
     assert start(world).status["phase"] == Phase.RUNNING
     assert (world.status["attempt"], world.status["retries"]["counted"]) == (1, 0)
     assert world.cluster_name != first_cluster()

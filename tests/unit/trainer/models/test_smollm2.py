@@ -1,6 +1,8 @@
 """The packaged SmolLM2 becomes a HuggingFace folder: a real conversion, once, and the refusals."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,13 @@ def test_the_folder_is_complete_and_nothing_else_is_left(folder: Path) -> None:
     assert "quantization_config" not in config
     # Pods may run as another user than the one who prepared the model.
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in [folder, *folder.iterdir()])
+
+
+@pytest.mark.slow
+def test_the_log_of_the_command_has_the_folder_and_no_progress_bars(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from ppojob_trainer.cli import main; main()", "prepare-model"]
+    done = subprocess.run([*command, "--output", tmp_path / "model"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/model\n", "")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def test_every_measured_number_is_compared() -> None:
     measured += [run.step for run in RUNS if run.step is not None]
     compared, timed = stored()
     assert sorted(one.measured for one in compared) == sorted(measured)
-    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases and run.repeats is None]
+    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
 
 
 def test_a_mixture_has_its_own_rate_for_all_but_generation() -> None:
@@ -28,26 +27,26 @@ def test_a_mixture_has_its_own_rate_for_all_but_generation() -> None:
     assert all(one.is_own_rate == ("experts" in one.run and one.what != "gen") for one in compared)
     # One rate for all phases cannot agree with each.
     errors = [abs(one.error) for one in compared if one.is_own_rate and one.what in _COMPUTED]
-    assert 0.03 < max(errors) < 0.2
+    assert 0.03 < max(errors) < 0.3
 
 
 def test_no_run_predicts_itself_but_the_only_mixture_of_experts() -> None:
-    names = [run.name for run in RUNS if run.phases and run.repeats is None]
+    names = [run.name for run in RUNS if run.phases]
     timed = dict(zip(names, timed_runs(), strict=True))
-    repeated = next(run for run in RUNS if run.repeats is not None)
-    assert repeated.repeats is not None
-    mixture = timed[repeated.repeats]
+    mixtures = [name for name in names if timed[name].workload.has_experts]
+    assert len(mixtures) == 2
     for name in names:
-        others, is_own = comparison._others(name, timed)
-        assert is_own == timed[name].workload.has_experts
+        others, own = comparison._others(name, timed)
         assert not any(one is timed[name] for one in others)
-        assert len(others) == len(names) - (0 if is_own else 1)
-    others, is_own = comparison._others(
-        repeated.name, timed | {repeated.name: replace(mixture, seconds=repeated.phases)}
-    )
-    assert is_own
-    (own,) = [one for one in others if one.workload.has_experts]
-    assert own.seconds == {phase: value for phase, value in mixture.seconds.items() if phase != "gen"}
+        assert bool(own) == (name in mixtures)
+        assert len(others) == len(names) - (0 if own else 1)
+        assert "gen" not in own
+        if own:
+            assert others[-1].seconds == {phase: timed[name].seconds[phase] for phase in own - {"step"}}
+    assert [comparison._others(name, timed)[1] for name in mixtures] == [
+        {"old_log_prob", "ref", "update_actor", "update_weights", "step"},
+        {"update_weights", "step"},
+    ]
 
 
 def test_the_known_error_is_that_of_the_measured_pools() -> None:
@@ -60,6 +59,9 @@ _COMPUTED = {"old_log_prob", "values", "ref", "update_critic", "update_actor"}
 ROWS: dict[str, Callable[[Compared], bool]] = {
     "peak memory of one role, layers not compiled": lambda one: (
         one.unit == "GB" and "compiled" not in one.run and not one.what.startswith("pool")
+    ),
+    "peak memory of one role, compiled": lambda one: (
+        one.unit == "GB" and "compiled" in one.run and not one.what.startswith("pool")
     ),
     "memory of a pool, all processes": lambda one: one.what.startswith("pool"),
     "seconds of forward passes and updates": lambda one: (

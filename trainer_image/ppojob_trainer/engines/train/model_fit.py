@@ -52,7 +52,7 @@ def read_config(path: str, *, trust_remote_code: bool) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         what = "is not a folder" if not folder.is_dir() else "has no config.json"
         raise ModelNotFoundError(
-            f"model path {path} {what}: it must be a HuggingFace checkpoint, as the container sees it"
+            f"model path {path} {what} where the trainer runs: correct it, or write a HuggingFace checkpoint there"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
