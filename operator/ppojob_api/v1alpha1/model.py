@@ -52,8 +52,8 @@ class TrainedModel(ApiModel):
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
     """Compile each layer with torch.compile. The default is false because the first start takes longer and needs more
-    GPU memory. Recommended for long runs. No effect with expertParallelSize above 1, nor on mixtures of experts with
-    tensorParallelSize above 1: torch 2.13 cannot compile such layers."""
+    GPU memory. Recommended for long runs. Of mixtures of experts with expertParallelSize or tensorParallelSize above 1,
+    everything but the experts is compiled."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()

@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, attention_part
+
 __all__ = ["compile_on_fake_tensors"]
 
 _BACKEND: Final = "aot_eager_decomp_partition"
@@ -28,3 +30,6 @@ def compile_on_fake_tensors(module: nn.Module) -> None:
         if part._compiled_call_impl is not None:
             # A plan has few shapes, and code for any length would be compiled once more.
             part._compiled_call_impl = torch.compile(part._call_impl, backend=_BACKEND, dynamic=False)
+        if hasattr(part, ATTENTION_PART):
+            function = attention_part(recomputes=part.recomputes)  # type: ignore[arg-type]
+            setattr(part, ATTENTION_PART, torch.compile(function, backend=_BACKEND, dynamic=False))

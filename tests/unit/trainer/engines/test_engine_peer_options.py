@@ -121,8 +121,11 @@ LONG = {
         ParallelDims(shard=2, expert=2),
         "deepseek",
         LoRA(rank=3, alpha=12.0, target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
+        {"compile": True},
     ),
-    "expert 2 of mixtral": Layout(ParallelDims(shard=2, expert=2), "mixtral", None),
+    "expert 2 of mixtral": Layout(
+        ParallelDims(shard=2, expert=2), "mixtral", None, {"compile": True, "gradient_checkpointing": False}
+    ),
     "pipeline 2 of experts": Layout(ParallelDims(pipeline=2), "experts", None),
     "pipeline 2 x shard 2 of experts, gathered": Layout(
         ParallelDims(shard=2, pipeline=2), "experts", None, {"stays_gathered": True}
@@ -333,8 +336,7 @@ def test_two_optimizer_steps_are_those_of_one_rank(seen: Seen, role: str) -> Non
 
 
 def test_layers_are_compiled_where_the_job_says_so(seen: Seen) -> None:
-    # Layers with divided experts are not compiled.
-    is_compiled = "compile" in seen.layout.options and seen.layout.dims.expert == 1
+    is_compiled = "compile" in seen.layout.options
     for mine in seen.ranks:
         assert mine["compilation"]["is_compiled"] == is_compiled
         assert mine["compilation"]["refused"] == 0

@@ -52,7 +52,9 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {
     "tensor 2, expert 2, one without tokens": Layout(ParallelDims(tensor=2, expert=2), "starved", None),
-    "tensor 2, expert 2, mixtral, adapters": Layout(ParallelDims(tensor=2, expert=2), "mixtral"),
+    "tensor 2, expert 2, mixtral, adapters": Layout(
+        ParallelDims(tensor=2, expert=2), "mixtral", options={"compile": True}
+    ),
     "tensor 2 x context 2, expert 2": Layout(ParallelDims(context=2, tensor=2, expert=2), "experts", None),
 }
 LONG = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -146,3 +147,15 @@ def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch
 
     assert whole - blocks.weights > layer
     assert 0 < blocks.push - blocks.weights - BUCKET_BYTES < whole - blocks.weights - BUCKET_BYTES - layer / 2
+
+
+def test_layers_with_divided_experts_are_compiled_up_to_the_experts(tmp_path: Path) -> None:
+    plain = measure(work(tmp_path, TWO))
+    counters.clear()
+
+    found = measure(work(tmp_path, TWO, compile=True))
+
+    assert counters["stats"]["unique_graphs"] == 2  # of the pass without a backward pass, and of the update
+    assert not counters["graph_break"]
+    # The hidden states between the two parts of each layer are kept, and compiled attention keeps less for a moment.
+    assert found.update == pytest.approx(plain.update, rel=0.15)

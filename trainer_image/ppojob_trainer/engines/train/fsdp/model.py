@@ -25,6 +25,7 @@ from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import add_counts, divide_experts, shard_experts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.layers import prepare_layer
 from ppojob_trainer.engines.train.fsdp.loading import (
     Conversions,
     allocate,
@@ -36,13 +37,12 @@ from ppojob_trainer.engines.train.fsdp.loading import (
 )
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapters
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
-from ppojob_trainer.engines.train.fsdp.recomputation import recompute
 from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
 from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.engines.train.model_fit import num_experts, read_config
+from ppojob_trainer.engines.train.model_fit import read_config
 
 # A value head's weight and bias in the checkpoints of transformers (token classification), OpenRLHF and TRL.
 VALUE_HEAD_NAMES: Final = ("score", "value_head", "v_head.summary")
@@ -256,14 +256,13 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
     runs = [list(run) for is_elsewhere, run in groupby(_layers(backbone), _is_elsewhere) if not is_elsewhere]
     layers = list(chain.from_iterable(runs))
     precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
-    is_mixture = num_experts(backbone.config) is not None  # type: ignore[arg-type]
-    # Of a recomputed layer with FSDP's hooks on its experts torch 2.13 compiles nothing: the hooks break the graph.
-    compiles = options.compile and (parallel.experts is None or not is_mixture)
     for layer in layers:
-        if options.gradient_checkpointing:
-            recompute(layer, is_compiled=compiles)
-        if compiles:
-            layer.compile()
+        prepare_layer(
+            layer,
+            recomputes=options.gradient_checkpointing,
+            compiles=options.compile,
+            gathers_experts=parallel.experts is not None,
+        )
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
     messages: Iterable[list[nn.Module]] = ([layer] for layer in layers)

@@ -10,7 +10,7 @@ choice recorded, a router here takes it over, and weights the experts by its own
 DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) chooses by p + bias, of some groups of experts alone, and weights by p.
 The bias is a buffer: no gradient trains it, and it stays as it is in the checkpoint. So gradients reach the router
 through the weights, as they do without replay. Called by `model` (the routers of a new model), `modules` (the experts
-of a micro-batch), `recomputation` (layers that are computed twice), `engine` and `balance` (an observer of all
+of a micro-batch), `layers` (those that are computed twice), `engine` and `balance` (an observer of all
 choices). The recording stays with the routers until the next pass, because gradient checkpointing computes the layers
 again. In a pipeline, other micro-batches come between, so the routers get the recording again before a backward pass. A
 stage takes the part of its layers.

@@ -1,0 +1,102 @@
+"""Gradient checkpointing and compilation of decoder layers. Called by `model` before FSDP shards the layers.
+
+    dense layer, or a mixture whose experts are sharded with it     [ norms, attention, MLP ]
+    mixture whose experts FSDP gathers separately                   [ norm, attention ]  norm, experts
+
+What is in brackets is compiled, and recomputed as a whole. FSDP's hooks on the experts are Python, which breaks a
+graph, and torch 2.13 compiles nothing of a recomputed function whose graph breaks. So such a layer is computed in two
+parts, each with a checkpoint of its own: between them, the hidden states stay in memory until the backward pass.
+
+A router's second choice must be the first one, because autograd joins what both passes computed: the loss is that of
+the first choice, and the tensors for its gradients are those of the second. torch compares their shapes alone
+(`determinism_check`), and other experts have the same shapes. Equal inputs promise an equal choice only with kernels
+that always add in the same order. So the choice of the first pass is kept, with 2 bytes for each expert of a token.
+What is compiled chooses again: tracing knows no list that outlives a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ppojob_trainer.engines.train.fsdp.experts import expert_modules
+from ppojob_trainer.engines.train.fsdp.routing import choose_once, routers_of
+
+__all__ = ["ATTENTION_PART", "attention_part", "prepare_layer"]
+
+ATTENTION_PART: Final = "attention_part"
+"""Name of a layer's attribute with its compiled first part; layers that are computed as a whole do not have it."""
+
+
+def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers_experts: bool) -> None:
+    """Let a layer compute with gradient checkpointing, compiled, or both.
+
+    Args:
+        gathers_experts: whether FSDP gathers the layer's experts separately, if it has any.
+    """
+    if compiles and gathers_experts and any(expert_modules(layer)):
+        setattr(layer, ATTENTION_PART, torch.compile(attention_part(recomputes=recomputes)))
+        layer.recomputes = recomputes  # type: ignore[assignment]
+        layer.forward = MethodType(_in_parts, layer)
+        return
+    if recomputes:
+        keeps_choice = not compiles and any(routers_of(layer))
+        layer.forward = MethodType(_recomputed_with_choice if keeps_choice else _recomputed, layer)
+    if compiles:
+        layer.compile()
+
+
+def attention_part(*, recomputes: bool) -> Callable[..., Tensor]:
+    """Return the function of a layer's first part, which is compiled."""
+    return _recomputed_attention if recomputes else _attention
+
+
+def _in_parts(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    """Compute `forward` of a layer with experts, as all families in transformers that have some define it."""
+    hidden_states = getattr(layer, ATTENTION_PART)(layer, hidden_states, **options)
+    if not layer.recomputes:
+        return _experts(layer, hidden_states)
+    found: Tensor = _with_choice(layer, _experts, hidden_states)
+    return found
+
+
+def _attention(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    attended: Tensor = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)[0]
+    return hidden_states + attended
+
+
+def _experts(layer: Any, hidden_states: Tensor) -> Tensor:
+    transformed: Tensor = layer.mlp(layer.post_attention_layernorm(hidden_states))
+    return hidden_states + transformed
+
+
+# The checkpoints lie inside what is compiled: torch recomputes what it calls around compiled code without that code,
+# and saves other tensors then. As functions of ours, and not `partial`s of torch's, because torch compiles nothing in a
+# frame that is its own.
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _recomputed_attention(layer: nn.Module, hidden_states: Tensor, **options: Any) -> Any:
+    return checkpoint(_attention, layer, hidden_states, use_reentrant=False, **options)
+
+
+def _recomputed_with_choice(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _with_choice(layer, type(layer).forward, *args, **kwargs)
+
+
+def _with_choice(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a function of a layer with gradient checkpointing and one choice of experts."""
+    # Of this call alone: other micro-batches of a pipeline come before its backward pass.
+    chosen: list[Tensor] = []
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with choose_once(layer, chosen):
+            return function(layer, *args, **kwargs)
+
+    return checkpoint(compute, *args, use_reentrant=False, **kwargs)
