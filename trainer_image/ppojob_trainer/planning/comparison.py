@@ -107,9 +107,7 @@ def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], s
         return others, set()
     known = {phase for one in others if one.workload.has_experts for phase in one.seconds} - {Phase.UPDATE_WEIGHTS}
     seconds = {
-        phase: value
-        for phase, value in timed[name].seconds.items()
-        if phase not in known and phase != Phase.GENERATE
+        phase: value for phase, value in timed[name].seconds.items() if phase not in known and phase != Phase.GENERATE
     }
     return [*others, replace(timed[name], seconds=seconds)], {*seconds, "step"}
 
