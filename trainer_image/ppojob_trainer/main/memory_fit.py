@@ -218,7 +218,10 @@ def _kept(size: ModelSize, model: TrainedModel, training: ActorSpec | CriticSpec
     layer = _layer(size, training.tensor_parallel_size)
     kept = size.layers * layer
     if model.gradient_checkpointing or model.activation_offload:
-        on_gpu = 0 if model.activation_offload else size.layers * _BFLOAT16 * size.hidden
+        # Compiled layers with divided experts have two parts, with an input each.
+        is_divided = max(training.tensor_parallel_size, training.expert_parallel_size) > 1
+        parts = 2 if model.compile and size.in_experts and is_divided else 1
+        on_gpu = 0 if model.activation_offload else size.layers * parts * _BFLOAT16 * size.hidden
         # One layer at a time is recomputed or loaded back.
         kept = on_gpu + layer
     return kept

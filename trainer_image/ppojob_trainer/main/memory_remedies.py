@@ -1,5 +1,7 @@
 """What to change in a job whose models or activations do not fit: fields that this job has, and that would help.
 
+Adapters cannot change in a job that runs (`fixed`), so they are proposed last, for another one.
+
 Called by `memory_fit` and `host_memory` for the messages of their checks. `planning.remedies` has values, too. Pure.
 """
 
@@ -33,7 +35,6 @@ def models_that_fit(
     found = ["give the pool more GPUs"]
     if len(roles) > 1 or is_engine:
         found.append("move a role to another pool")
-    found += _adapter_changes(spec, roles, sizes)
     # A role needs all of its memory in its own phases: offload makes room for other roles, and for engines that slept.
     makes_room = len(roles) > 1 or (is_engine and spec.engines_sleep_in(pool))
     if makes_room and (fields := [f"model.{role}.offload" for role in _without_offload(spec, roles)]):
@@ -42,7 +43,7 @@ def models_that_fit(
         if not spec.rollout.sleep and pool in (spec.placement.actor, spec.placement.critic):
             found.append("set rollout.sleep: true")
         found.append("lower rollout.gpuMemoryUtilization")
-    return _sentence(found)
+    return _sentence([*found, *_other_adapters(spec, roles, sizes)])
 
 
 def passes_that_fit(
@@ -61,8 +62,7 @@ def passes_that_fit(
             found.append(f"set model.{role}.gradientCheckpointing: true")
     fields = dict.fromkeys(f"model.{base_role(role)}.reshardAfterForward" for role in gathered)
     found += [f"remove {field}" for field in fields]
-    found += _adapter_changes(spec, roles, sizes)
-    return _sentence([*found, "give the pool more GPUs"])
+    return _sentence([*found, "give the pool more GPUs", *_other_adapters(spec, roles, sizes)])
 
 
 def offloads_that_fit(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> str:
@@ -71,8 +71,8 @@ def offloads_that_fit(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str
     return _sentence(
         [
             "give the pools more memory (resourcesPerGPU.memory)",
-            *_adapter_changes(spec, roles, sizes),
             f"leave out {_either(list(fields))}",
+            *_other_adapters(spec, roles, sizes),
         ]
     )
 
@@ -82,17 +82,23 @@ def has_large_adapters(in_adapters: int, frozen: int) -> bool:
     return _OF_ADAPTER * in_adapters >= _NOTABLE * _OF_FROZEN * frozen
 
 
-def _adapter_changes(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> Iterator[str]:
+def _other_adapters(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> list[str]:
+    """Return the proposal of another job, whose adapters need less memory; empty if none would help."""
+    found = list(_smaller_adapters(spec, roles, sizes))
+    return [f"create another PPOJob with {_either(found)}"] if found else []
+
+
+def _smaller_adapters(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> Iterator[str]:
     """Yield adapters for roles that train all parameters, and smaller ones for roles whose adapters are large."""
     for role, model in _trained(spec, roles):
         lora, size = model.lora, sizes[role]
         if lora is None:
-            yield f"use model.{role}.lora"
+            yield f"model.{role}.lora"
         elif has_large_adapters(size.in_adapters, size.num_parameters):
             if lora.rank > 1:
-                yield f"lower model.{role}.lora.rank (now {lora.rank})"
+                yield f"a smaller model.{role}.lora.rank (now {lora.rank})"
             if len(lora.target_modules) != 1:
-                yield f"name fewer layers in model.{role}.lora.targetModules{_of_experts(size)}"
+                yield f"fewer layers in model.{role}.lora.targetModules{_of_experts(size)}"
 
 
 def _of_experts(size: ModelSize) -> str:

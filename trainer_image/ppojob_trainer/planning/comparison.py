@@ -99,8 +99,8 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
 def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], set[str]]:
     """Return the runs from which a run's seconds are predicted, and which of its seconds have a rate of its own.
 
-    These are the phases of a mixture of experts that no other mixture has measured, but not its generation, and pushes:
-    two of different sizes give their rate. With any of them, its step too.
+    Only a mixture of experts has such seconds: of pushes, whose rate comes from two of different sizes; of each other
+    phase that no other mixture has measured, except generation; and, with any of these, of a step.
     """
     others = [one for other, one in timed.items() if other != name and one.seconds]
     if not timed[name].workload.has_experts:
@@ -109,7 +109,8 @@ def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], s
     seconds = {
         phase: value for phase, value in timed[name].seconds.items() if phase not in known and phase != Phase.GENERATE
     }
-    return [*others, replace(timed[name], seconds=seconds)], {*seconds, "step"}
+    own = {*seconds, "step"} if seconds else set()
+    return [*others, replace(timed[name], seconds=seconds)], own
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:

@@ -42,7 +42,8 @@ def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
         if lora is not None and is_notable and lora.rank > 1:
             # Their float32 parameters take as much memory as their gradients.
             freed = (2 * need.gradients + need.optimizer) / 2
-            words = f"model.{name}.lora.rank: {lora.rank // 2} (now {lora.rank}), or fewer lora.targetModules"
+            fewer = ", or fewer lora.targetModules" if len(lora.target_modules) != 1 else ""
+            words = f"model.{name}.lora.rank: {lora.rank // 2} (now {lora.rank}){fewer}"
             yield freed, f"{words} (half of the adapters: {freed / _GB:.1f} GB)"
         if found.stays_gathered:
             yield need.activations / 2, f"model.{name}.reshardAfterForward: true"

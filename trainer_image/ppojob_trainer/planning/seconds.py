@@ -279,13 +279,18 @@ def _of_weights(work: Workload, runs: Sequence[TimedRun]) -> float | None:
     reloaded = [run for run in sent if run.workload.is_reloaded]
     copied = [run for run in sent if not run.workload.is_reloaded]
     if work.is_reloaded and reloaded:
-        if len({run.workload.weight_bytes for run in reloaded}) > 1:
+        if _have_sizes(reloaded):
             return _on_line(work, reloaded)
         of_byte = statistics.median(run.seconds[Phase.UPDATE_WEIGHTS] / run.workload.weight_bytes for run in reloaded)
         # It takes at least as long as one that copies.
         least = min((run.seconds[Phase.UPDATE_WEIGHTS] for run in copied), default=0.0)
         return max(least, work.weight_bytes * of_byte)
-    return None if len(copied) < 2 else _on_line(work, copied)
+    return _on_line(work, copied) if _have_sizes(copied) else None
+
+
+def _have_sizes(runs: Sequence[TimedRun]) -> bool:
+    """Whether the pushes of some runs have different sizes."""
+    return len({run.workload.weight_bytes for run in runs}) > 1
 
 
 def _on_line(work: Workload, runs: Sequence[TimedRun]) -> float:

@@ -73,7 +73,8 @@ class SampleLog:
 
 def spaced_rows(num_rows: int, number: int) -> list[int]:
     """Return `number` rows of a batch at equal distances, or all where there are not as many."""
-    return list(range(0, num_rows, max(1, num_rows // max(number, 1))))[: max(number, 0)]
+    number = max(0, min(number, num_rows))
+    return [row * num_rows // number for row in range(number)]
 
 
 def samples_of(

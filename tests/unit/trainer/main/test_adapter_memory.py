@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -83,3 +84,17 @@ def test_their_parameters_are_counted_apart(tmp_path: Path) -> None:
     # A user's engine decides what the names mean.
     of_user = ActorSpec().model_copy(update={"engine": Engine.CLASS})
     assert counted("experts", training=of_user).in_adapters == 0
+
+
+def test_compiled_layers_with_divided_experts_keep_two_inputs() -> None:
+    mixture = replace(sizes(1)["actor"], layers=10, hidden=1000, in_experts=8 * GB // 10)
+
+    def activations(size: int, **model: Any) -> float:
+        spec = spec_of(4, lora=LORA, **model)
+        divided = spec.actor.model_copy(update={"expert_parallel_size": size})
+        (found,) = needs(spec.model_copy(update={"actor": divided}), {"actor": mixture})["a"]
+        return found.activations
+
+    # 16,384 tokens, and two bytes of each hidden state.
+    assert activations(2, compile=True) - activations(2) == pytest.approx(16_384 * 10 * 2 * 1000)
+    assert activations(1, compile=True) == activations(1)

@@ -322,8 +322,8 @@ def test_models_that_the_job_keeps_gathered_are_counted_beside_activations() -> 
     (warning,) = check_memory(spec_of(rollout=rollout, reshardAfterForward=False), actor)
     assert "each GPU has 16.0 GB and about 18.5 GB are needed" in warning
     assert warning.endswith(
-        "Lower actor.maxTokensPerGPU (now 16384), remove model.actor.reshardAfterForward, use model.actor.lora, or "
-        "give the pool more GPUs"
+        "Lower actor.maxTokensPerGPU (now 16384), remove model.actor.reshardAfterForward, give the pool more GPUs, or "
+        "create another PPOJob with model.actor.lora"
     )
     assert check_memory(spec_of(rollout=rollout), actor) == []
 

@@ -19,8 +19,8 @@ MIXTURE = ModelSize(
     30 * GB, 80 * GB, layers=48, hidden=2048, in_adapters=9 * GB // 10, in_expert_adapters=8 * GB // 10, host="one"
 )
 SMALLER = (
-    "lower model.actor.lora.rank (now 16), name fewer layers in model.actor.lora.targetModules (experts have 89% of "
-    "the adapters)"
+    "create another PPOJob with a smaller model.actor.lora.rank (now 16) or fewer layers in "
+    "model.actor.lora.targetModules (experts have 89% of the adapters)"
 )
 
 
@@ -47,13 +47,13 @@ def test_a_role_that_is_too_large_alone_gets_smaller_adapters_and_nothing_for_ot
     """60 GB of weights and 14 of adapters; the engine, which sleeps meanwhile, has the GPU when all are offloaded."""
     small = {"actor": replace(MIXTURE, gpu_bytes=70 * GB)}
     both = {"parameters": True, "optimizer": True}
-    assert refusal(adapted(offload=both), small) == f"Give the pool more GPUs, {SMALLER.replace(', name', ', or name')}"
+    assert refusal(adapted(offload=both), small) == f"Give the pool more GPUs or {SMALLER}"
 
 
 def test_beside_an_engine_that_slept_offload_and_its_share_help_too() -> None:
     assert refusal(adapted(), {"actor": MIXTURE}) == (
-        f"Give the pool more GPUs, move a role to another pool, {SMALLER}, use model.actor.offload, or lower "
-        "rollout.gpuMemoryUtilization"
+        "Give the pool more GPUs, move a role to another pool, use model.actor.offload, lower "
+        f"rollout.gpuMemoryUtilization, or {SMALLER}"
     )
 
 
@@ -61,8 +61,8 @@ def test_beside_an_engine_that_is_awake_offload_does_not_help() -> None:
     spec = adapted()
     awake = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sleep": False})})
     assert refusal(awake, {"actor": MIXTURE}) == (
-        f"Give the pool more GPUs, move a role to another pool, {SMALLER}, set rollout.sleep: true, or lower "
-        "rollout.gpuMemoryUtilization"
+        "Give the pool more GPUs, move a role to another pool, set rollout.sleep: true, lower "
+        f"rollout.gpuMemoryUtilization, or {SMALLER}"
     )
 
 
@@ -77,23 +77,23 @@ def test_small_adapters_are_not_proposed_to_be_smaller() -> None:
     ("rank", "targets", "expected"),
     [
         (1, ("up_proj",), []),
-        (1, (), ["name fewer"]),
-        (8, ("up_proj",), ["lower model.actor.lora.rank (now 8)"]),
+        (1, (), ["fewer layers"]),
+        (8, ("up_proj",), ["a smaller model.actor.lora.rank (now 8)"]),
     ],
 )
 def test_adapters_that_cannot_be_smaller_are_not_proposed(
     rank: int, targets: tuple[str, ...], expected: list[str]
 ) -> None:
     said = refusal(adapted(rank=rank, targets=targets), {"actor": MIXTURE})
-    assert [words for words in ("lower model.actor.lora.rank (now 8)", "name fewer") if words in said] == expected
+    assert [words for words in ("a smaller model.actor.lora.rank (now 8)", "fewer layers") if words in said] == expected
 
 
 def test_roles_in_one_pool_can_be_moved_offloaded_and_trained_by_adapters() -> None:
     spec = in_one_pool(offload={"parameters": True, "optimizer": True})
     said = refusal(spec, sizes(6, gpu_gb=70))
     assert said == (
-        "Give the pool more GPUs, move a role to another pool, use model.actor.lora, use model.critic.lora, or use "
-        "model.critic.offload or model.ref.offload"
+        "Give the pool more GPUs, move a role to another pool, use model.critic.offload or model.ref.offload, or "
+        "create another PPOJob with model.actor.lora or model.critic.lora"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_warning_names_the_budgets_that_can_be_lower_and_the_adapters() -> Non
     """37.2 GB of weights, gradients and moments on each GPU, 3.8 of activations, and 2.25 for CUDA."""
     spec = without_engine(adapted(gpus=2))
     assert warning(spec, {"actor": replace(MIXTURE, gpu_bytes=42 * GB)}) == (
-        f"Lower actor.maxTokensPerGPU (now 16384), {SMALLER}, or give the pool more GPUs"
+        f"Lower actor.maxTokensPerGPU (now 16384), give the pool more GPUs, or {SMALLER}"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_warning_does_not_propose_fewer_tokens_than_a_sequence_has() -> None:
     lowest = spec.model_copy(update={"actor": spec.actor.model_copy(update={"max_tokens_per_gpu": 1024})})
     small = {"actor": replace(MIXTURE, gpu_bytes=40 * GB)}
     assert warning(lowest, small) == (
-        f"Set model.actor.gradientCheckpointing: true, {SMALLER}, or give the pool more GPUs"
+        f"Set model.actor.gradientCheckpointing: true, give the pool more GPUs, or {SMALLER}"
     )
 
 
@@ -121,5 +121,5 @@ def test_a_host_that_is_too_small_for_what_is_offloaded() -> None:
     with pytest.raises(ModelMismatchError) as caught:
         saves_in_background(spec, {"actor": replace(MIXTURE, host_bytes=70 * GB)})
     assert str(caught.value).endswith(
-        f"actor 70.8. Give the pools more memory (resourcesPerGPU.memory), {SMALLER}, or leave out model.actor.offload"
+        f"actor 70.8. Give the pools more memory (resourcesPerGPU.memory), leave out model.actor.offload, or {SMALLER}"
     )

@@ -119,8 +119,10 @@ def test_engines_that_reload_have_their_own_seconds_for_each_byte(tmp_path: Path
     reloaded = TimedRun(replace(work, weight_bytes=2 * size), {"update_weights": 12.0}, H200)
     assert seconds_of(found.spec, work, H200, [*copied, reloaded]).phases["update_weights"] == pytest.approx(6.0)
     # Two pushes that reload show what does not depend on the bytes.
-    few = TimedRun(replace(work, weight_bytes=size / 2), {"update_weights": 3.0}, H200)
-    assert seconds_of(found.spec, work, H200, [*copied, reloaded, few]).phases["update_weights"] == pytest.approx(6.0)
+    few = TimedRun(replace(work, weight_bytes=size / 2), {"update_weights": 6.0}, H200)
+    assert seconds_of(found.spec, work, H200, [*copied, reloaded, few]).phases["update_weights"] == pytest.approx(8.0)
+    less = replace(work, weight_bytes=size / 4)
+    assert seconds_of(found.spec, less, H200, [*copied, reloaded, few]).phases["update_weights"] == pytest.approx(6.0)
     # Without a run that reloads, those that copy.
     assert seconds_of(found.spec, work, H200, copied).phases["update_weights"] == pytest.approx(1.0)
 

@@ -51,6 +51,8 @@ from ppojob_trainer.engines.weights.receipts import Receipt
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
+_PARTS: Final = frozenset({"weights", "kv_cache"})
+"""What vLLM wakes up by itself."""
 _SHARE_OF_A_PUSH: Final = 0.5
 """Of the time limit of a phase, for engines whose workers reduce over each other while they round weights: one of them
 may wait for another one that failed. The rest is for a push to the other engines."""
@@ -71,7 +73,7 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._num_running = 0
-        self._is_asleep = False
+        self._asleep: frozenset[str] = frozenset()
         self._has_weights = True
         self._finds_stops = False
         """Whether the scheduler looks for stop strings."""
@@ -239,18 +241,18 @@ class RolloutEngine:
 
     async def sleep(self) -> None:
         """Release weights and cache if the GPU is shared (see the options). New weights must then be sent."""
-        if not self.options.sleeps or self.options.device is Device.CPU or self._is_asleep:
+        if not self.options.sleeps or self.options.device is Device.CPU or "weights" in self._asleep:
             return
         self._refuse_while_running("the engine cannot sleep now")
         await self._answer("slept", self._running().sleep(level=SLEEP_LEVEL_DISCARD))
-        self._is_asleep, self._has_weights = True, False
+        self._asleep, self._has_weights = _PARTS, False
 
     async def wake(self, part: str | None = None) -> None:
         """Allocate memory again: `weights` before a push, then `kv_cache`; None allocates both."""
-        if not self._is_asleep:
+        if not self._asleep:
             return
         await self._answer("woke up", self._running().wake_up(tags=None if part is None else [part]))
-        self._is_asleep = part == "weights"
+        self._asleep -= _PARTS if part is None else {part}
 
     @property
     def loss(self) -> str | None:
@@ -364,7 +366,7 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         # In flight, vLLM is paused from the beginning of a push until all of it has arrived, and requests wait.
-        if self._is_asleep or not (self._has_weights or self.options.updates_in_flight):
+        if self._asleep or not (self._has_weights or self.options.updates_in_flight):
             raise RolloutError(
                 "the engine has no weights: it released them when it slept, or the last push broke off; wake it and "
                 "push weights first"

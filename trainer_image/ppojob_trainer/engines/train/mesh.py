@@ -116,6 +116,9 @@ class ParallelMesh:
             groups.append(self.pipeline.group)
         if self.experts is not None:
             groups += self.experts.groups
+            if self.experts.size > 1:
+                # For pushes, whose blocks of experts go to all ranks.
+                groups.append(dist.group.WORLD)
         try:
             for group in groups:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)

@@ -52,7 +52,8 @@ def read_config(path: str, *, trust_remote_code: bool) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         what = "is not a folder" if not folder.is_dir() else "has no config.json"
         raise ModelNotFoundError(
-            f"model path {path} {what} where the trainer runs: correct it, or write a HuggingFace checkpoint there"
+            f"model path {path} {what} where the trainer runs: write a HuggingFace checkpoint there, or create another "
+            "PPOJob with the right path"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(

@@ -104,7 +104,8 @@ class ExpertBlocks:
             block = part.to(self._device).contiguous()
         else:
             block = torch.empty(number, *shape[1:], dtype=self._dtype, device=self._device)
-        dist.broadcast(block, owner)
+        if dist.get_world_size() > 1:
+            dist.broadcast(block, owner)
         return block
 
 

@@ -96,11 +96,12 @@ def _write_weights(files: ExportFiles, weights: ShardedWeights) -> Exception | N
 
 def _write_adapters(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], gathered: Iterator[Tensor], lora: LoRA, source: Path
-) -> OSError | None:
+) -> Exception | None:
     """Write the adapters' folder; return why it could not be written. Tensors may be left in `gathered` then."""
     try:
         write_adapters(folder / ADAPTER_FOLDER, shapes, gathered, lora, base=str(source))
-    except OSError as error:
+    # The other ranks gather until all is gathered.
+    except (OSError, RuntimeError, AssertionError) as error:
         return error
     return None
 

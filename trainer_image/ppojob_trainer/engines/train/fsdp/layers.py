@@ -3,9 +3,9 @@
     dense layer, or a mixture whose experts are sharded with it     [ norms, attention, MLP ]
     mixture whose experts FSDP gathers separately                   [ norm, attention ]  norm, experts
 
-What is in brackets is compiled, and recomputed as a whole. FSDP's hooks on the experts are Python, which breaks a
-graph, and torch 2.13 compiles nothing of a recomputed function whose graph breaks. So such a layer is computed in two
-parts, each with a checkpoint of its own: between them, the hidden states stay in memory until the backward pass.
+What is in brackets is compiled. FSDP's hooks on the experts are Python, which breaks a graph, and torch 2.13 compiles
+nothing of a recomputed function whose graph breaks. So such a layer is computed in two parts, each with a checkpoint of
+its own: between them, the hidden states stay in memory until the backward pass.
 
 A router's second choice must be the first one, because autograd joins what both passes computed: the loss is that of
 the first choice, and the tensors for its gradients are those of the second. torch compares their shapes alone

@@ -130,13 +130,12 @@ def choose_once(layer: nn.Module, chosen: list[Tensor]) -> Iterator[None]:
     Args:
         chosen: the same list for both computations, empty before the first one.
     """
-    for router in routers_of(layer):
-        setattr(router, _CHOSEN, chosen)
+    (router,) = routers_of(layer)
+    setattr(router, _CHOSEN, chosen)
     try:
         yield
     finally:
-        for router in routers_of(layer):
-            setattr(router, _CHOSEN, None)
+        setattr(router, _CHOSEN, None)
 
 
 def differing_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) -> dict[str, float]:
