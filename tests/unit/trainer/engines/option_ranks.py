@@ -12,11 +12,12 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from ppojob_trainer.engines.train.fsdp import export as export_module
-from ppojob_trainer.engines.train.fsdp import export_files
+from ppojob_trainer.engines.train.fsdp import export_files, layers
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.loading import write_shard
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -27,6 +28,8 @@ from tests.unit.trainer.engines.two_ranks import make_critic, make_policy
 
 FILE_BYTES: Final = 12_000
 """Less than the weights of a layer."""
+PARTS: Final = (layers._attention, layers._recomputed_attention)
+"""What is compiled of a layer with divided experts."""
 
 
 def run(
@@ -53,6 +56,7 @@ def run(
         # Ranks of a pipeline have other layers, and so other numbers of graphs.
         "is_compiled": counters["stats"]["unique_graphs"] > 0,
         "refused": len(counters["unimplemented"]),
+        "parts": sum(len(_debug_get_cache_entry_list(part.__code__)) for part in PARTS),
     }
     return found | exported(policy, folder) | {"second": policy.update(batch)}
 

@@ -55,6 +55,7 @@ class Layout:
         return {"lora": self.lora}
 
 
+OF_EXPERTS = {"experts", "two experts", "starved", "mixtral", "deepseek"}
 LAYOUTS = {
     "tensor 2 of gemma2": Layout(ParallelDims(tensor=2), "gemma2"),
     "tensor 2 of qwen3, all offloaded": Layout(
@@ -336,10 +337,13 @@ def test_two_optimizer_steps_are_those_of_one_rank(seen: Seen, role: str) -> Non
 
 
 def test_layers_are_compiled_where_the_job_says_so(seen: Seen) -> None:
-    is_compiled = "compile" in seen.layout.options
+    is_compiled, dims = "compile" in seen.layout.options, seen.layout.dims
+    # With dense layers, which are compiled as a whole.
+    has_parts = is_compiled and seen.layout.family in OF_EXPERTS and max(dims.tensor, dims.expert) > 1
     for mine in seen.ranks:
         assert mine["compilation"]["is_compiled"] == is_compiled
         assert mine["compilation"]["refused"] == 0
+        assert (mine["compilation"]["parts"] > 0) == has_parts
 
 
 def test_ranks_of_a_group_stay_equal(seen: Seen) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppojob_trainer.engines.train.fsdp import routing
+from ppojob_trainer.engines.train.fsdp import model, routing
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, prepare_layer
 from ppojob_trainer.engines.train.fsdp.routing import routers
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
@@ -57,6 +58,29 @@ def partly_recorded() -> DataProto:
     return batch.with_fields({"routed_experts": column.with_values(values)})
 
 
+@pytest.mark.slow
+# torch's tracer makes one of each of ours.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_layers_of_two_parts_keep_them_too(parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with divided experts, which one rank does not have."""
+    batch = gradient_ranks.whole_batch()
+    expected = gradients_of_update(make_policy(parallel, path, gradient_checkpointing=False), batch)
+    monkeypatch.setattr(
+        model, "prepare_layer", lambda layer, **how: prepare_layer(layer, **how | {"gathers_experts": True})
+    )
+    # As in test_engine_compile: torch's tracing and partitioning without Inductor's code.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+
+    policy = make_policy(parallel, path, gradient_checkpointing=True, compile=True)
+    others = choose_otherwise_again(policy)
+    assert_equal(gradients_of_update(policy, batch), expected)
+
+    assert len(others) >= MIXTURES[path.name].num_sparse, "the layers are computed again"
+    assert sum(hasattr(layer, ATTENTION_PART) for layer in policy.module.backbone.layers) > 0
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_gradients_are_those_of_the_first_choices(parallel: ParallelMesh, path: Path, is_recorded: bool) -> None:
     batch = partly_recorded() if is_recorded else gradient_ranks.whole_batch()
@@ -67,6 +91,10 @@ def test_gradients_are_those_of_the_first_choices(parallel: ParallelMesh, path: 
     found = gradients_of_update(policy, batch)
 
     assert len(others) >= MIXTURES[path.name].num_sparse, "the layers are computed again"
+    assert_equal(found, expected)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = gradient.abs().max()

@@ -149,11 +149,14 @@ def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch
     assert 0 < blocks.push - blocks.weights - BUCKET_BYTES < whole - blocks.weights - BUCKET_BYTES - layer / 2
 
 
-def test_layers_with_divided_experts_are_compiled_up_to_the_experts(tmp_path: Path) -> None:
-    plain = measure(work(tmp_path, TWO))
+# torch's tracer makes one of each of ours.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dims", [TWO, IN_SLICES], ids=str)
+def test_layers_with_divided_experts_are_compiled_up_to_the_experts(tmp_path: Path, dims: ParallelDims) -> None:
+    plain = measure(work(tmp_path, dims))
     counters.clear()
 
-    found = measure(work(tmp_path, TWO, compile=True))
+    found = measure(work(tmp_path, dims, compile=True))
 
     assert counters["stats"]["unique_graphs"] == 2  # of the pass without a backward pass, and of the update
     assert not counters["graph_break"]
