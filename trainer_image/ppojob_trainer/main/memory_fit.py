@@ -232,11 +232,15 @@ def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients
 
     Of divided experts and their adapters, those of a rank are gathered; stages have as large a share of experts and of
     adapters as of all parameters. If a single GPU computes a model or stage, the gradients are accumulated in place.
+    What is frozen is not gathered if a GPU has it alone.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    of_other_ranks = 1 - 1 / _dividing(spec)[base_role(role)].expert_parallel_size
+    expert_size, of_a_stage = _dividing(spec)[base_role(role)].expert_parallel_size, gpus_of_a_stage(spec, role, gpus)
+    of_other_ranks = 1 - 1 / expert_size
     of_stage = size.largest_stage / size.num_parameters
     parameters = size.largest_stage - size.in_experts * of_stage * of_other_ranks
+    if gradients == 0 and of_a_stage == expert_size:
+        parameters = 0.0 if of_a_stage == 1 else size.largest_stage - size.in_experts * of_stage
     adapters = (size.in_adapters - size.in_expert_adapters * of_other_ranks) * of_stage
     each, of_adapter = (_BFLOAT16 + (gradient if is_summed else 0) for gradient in (gradients, _FLOAT32))
     return parameters * each + adapters * of_adapter

@@ -1,4 +1,8 @@
-"""Runs that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`."""
+"""Runs that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`.
+
+Without the memory of jobs whose frozen weights had a second copy in the version that was measured: LoRA on one GPU, and
+experts that a GPU has alone.
+"""
 
 from __future__ import annotations
 
@@ -132,11 +136,6 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     MeasuredRun("135 M, update, no option", _update(_SMALL, 1, _PLAIN, (8, 128, 384)), roles={"actor": 9.893}),
     MeasuredRun(
         "135 M, update, checkpointing", _update(_SMALL, 1, _CHECKPOINTING, (8, 128, 384)), roles={"actor": 4.090}
-    ),
-    MeasuredRun(
-        "135 M, update, checkpointing, LoRA",
-        _update(_SMALL, 1, _CHECKPOINTING | _ADAPTERS, (8, 128, 384)),
-        roles={"actor": 2.804},
     ),
     MeasuredRun("0.5 B, update, one GPU", _update(_HALF, 1, _CHECKPOINTING, (4, 256, 3840)), roles={"actor": 12.3}),
     MeasuredRun("0.5 B, update, data 2", _update(_HALF, 2, _CHECKPOINTING, (4, 256, 3840)), roles={"actor": 6.7}),
@@ -281,7 +280,6 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
             actor={"miniBatchSize": 16},
             critic={"miniBatchSize": 16},
         ),
-        pools={"all": 125},
         phases=_phases(2.89, 1.31, 1.26, 1.14, 4.03, 4.22, 0.29),
         step=15.2,
         sends_all=True,
@@ -289,7 +287,6 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     MeasuredRun(
         _EXPERTS,
         _experts(),
-        roles={"actor": 66.3},
         phases={"gen": 19.7, "old_log_prob": 5.29, "ref": 4.79, "update_actor": 21.1, "update_weights": 0.71},
         step=53.0,
     ),

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import WeightLinkError, WeightSyncError
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.boxes import Box, inside
 from ppojob_trainer.engines.weights.buckets import Bucket, TensorSpec
@@ -229,6 +230,6 @@ def test_boxes_of_a_model_with_adapters_are_those_of_the_merged_weights(
         assert found[spec.name][rows[1] :].isnan().all()
     base = dict(engine.module.language_model.named_parameters())
     name = "layers.1.mlp.down_proj.weight"
-    [(own, unmerged)] = [(own, each.full_tensor()) for own, each in base.items() if own.endswith(name)]
+    [(own, unmerged)] = [(own, local(each)) for own, each in base.items() if own.endswith(name)]
     half = len(unmerged) // 2
     assert not torch.equal(found[own][:half], unmerged[:half]), "adapters change it"

@@ -27,11 +27,12 @@ from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.flops import model_flops
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off, is_adapter
 from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.objectives import UpdateResult
 from ppojob_trainer.protocol import DataProto, Keys
-from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 ADAPTERS = LoRA(rank=4, alpha=12.0)
@@ -86,14 +87,34 @@ def test_it_begins_as_the_model_and_the_reference_stays_so(
 
 def test_only_adapters_have_gradients_and_moments(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:
     engine = make_policy(parallel, model_path)
-    before = {name: value.detach().full_tensor().clone() for name, value in engine.module.named_parameters()}
+    before = {name: local(value.detach()).clone() for name, value in engine.module.named_parameters()}
     engine.update(batch)
-    changed = {
-        name for name, value in engine.module.named_parameters() if not torch.equal(value.full_tensor(), before[name])
-    }
+    changed = {name for name, value in engine.module.named_parameters() if not torch.equal(local(value), before[name])}
     assert changed == {name for name in before if is_adapter(name)}
     # Seven linear layers in each of two decoder layers, A and B.
     assert len(changed) == len(engine.optimizer.adamw.state) == 28
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_a_rank_that_has_frozen_weights_whole_computes_with_them_and_no_copy(
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, has_adapters: bool
+) -> None:
+    if has_adapters:
+        engine = make_policy(parallel, model_path)
+    else:
+        engine = reference_engine(parallel, str(model_path), max_tokens_per_gpu=64, dtype=torch.float32)
+
+    def places() -> dict[str, int]:
+        named = engine.module.named_parameters()
+        return {name: local(value).data_ptr() for name, value in named if not value.requires_grad}
+
+    idle, computing = places(), []
+    layer = engine.module.get_submodule("language_model.model.layers.1.mlp")
+    layer.register_forward_hook(lambda *_: computing.append(places()))
+    engine.forward(batch)
+    assert len(idle) > 10
+    assert computing
+    assert all(one == idle for one in computing)
 
 
 def test_the_rollout_gets_the_sum(parallel: ParallelMesh, model_path: Path, batch: DataProto) -> None:

@@ -37,7 +37,10 @@ def test_adapters_have_float32_weights_gradients_and_moments() -> None:
 
 
 def test_of_adapters_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
-    """Of 1 B frozen parameters on four GPUs, 0.8 B are of experts, and 0.08 B of 0.1 B in adapters are of theirs."""
+    """Of 1 B frozen parameters on four GPUs, 0.8 B are of experts, and 0.08 B of 0.1 B in adapters are of theirs.
+
+    A GPU that has its experts alone gathers only their adapters, which are trained.
+    """
     spec = spec_of(4, lora=LORA)
     mixture = replace(
         sizes(1)["actor"], in_experts=8 * GB // 10, in_adapters=GB // 10, in_expert_adapters=8 * GB // 100
@@ -50,11 +53,12 @@ def test_of_adapters_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
 
     # 2 bytes of each parameter; of each in an adapter 4 more, for its gradient.
     assert need(1).gathered == pytest.approx((2 * 1 + 6 * 0.1) * GB)
-    assert need(4).gathered == pytest.approx((2 * (0.2 + 0.2) + 6 * (0.02 + 0.02)) * GB)
+    assert need(2).gathered == pytest.approx((2 * (0.2 + 0.4) + 6 * (0.02 + 0.04)) * GB)
+    assert need(4).gathered == pytest.approx((2 * 0.2 + 6 * (0.02 + 0.02)) * GB)
     # Whole parameters are divided over all GPUs, however experts are.
     assert replace(need(4), gathered=0) == replace(need(1), gathered=0)
     other_layers = replace(mixture, in_expert_adapters=0)
-    assert need(4, other_layers).gathered == pytest.approx((2 * (0.2 + 0.2) + 6 * 0.1) * GB)
+    assert need(4, other_layers).gathered == pytest.approx((2 * 0.2 + 6 * 0.1) * GB)
 
 
 def test_they_are_offloaded_and_saved_with_their_moments() -> None:

@@ -12,7 +12,7 @@ hidden states, E experts of a layer, R ranks that divide them, N tokens that are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -115,20 +115,41 @@ def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:
 
 def shard_experts(
     layers: Sequence[nn.Module], parallel: ParallelMesh, precision: MixedPrecisionPolicy, *, stays_gathered: bool
-) -> None:
-    """Shard the experts of some layers over the ranks that own the same ones, in one message."""
+) -> set[nn.Parameter]:
+    """Shard the experts of some layers over the ranks that own the same ones, in one message.
+
+    Returns:
+        Parameters that FSDP leaves as they are (`ready_parameters`), if no other rank of a copy of the model owns the
+        same experts.
+    """
     peers, experts = parallel.experts, [part for layer in layers for _, part in expert_modules(layer)]
     if peers is None or not experts:
-        return
-    is_freed = peers.fsdp_mesh.size(-1) > 1 and not stays_gathered
-    fully_shard(experts, mesh=peers.fsdp_mesh, mp_policy=precision, reshard_after_forward=is_freed)
-    for part in experts:
+        return set()
+    owns_alone = peers.fsdp_mesh.size(-1) == 1
+    left = ready_parameters(experts, precision) if owns_alone else set()
+    # Adapters of experts that are left have gradients.
+    sharded = [part for part in experts if not left.issuperset(part.parameters())]
+    if sharded:
+        is_freed = not owns_alone and not stays_gathered
+        mesh = peers.fsdp_mesh
+        fully_shard(sharded, mesh=mesh, mp_policy=precision, reshard_after_forward=is_freed, ignored_params=left)
+    for part in sharded:
         assert isinstance(part, FSDPModule)
         # An expert's gradient is a sum over the tokens of its group already, but the loss is multiplied by all ranks.
         part.set_gradient_divide_factor(parallel.num_averaged)
-        if peers.fsdp_mesh.size(-1) > 1:
+        if not owns_alone:
             # Gloo cannot multiply while it sums. With one rank, torch 2.13 would divide twice.
             part.set_force_sum_reduction_for_comms(True)
+    return left
+
+
+def ready_parameters(modules: Iterable[nn.Module], precision: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Return the parameters that are computed with as they are: not trained, and in the computation's dtype.
+
+    If a rank has them whole, FSDP need not manage them: it would gather them from this rank alone, into a second copy.
+    """
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return {one for one in parameters if not one.requires_grad and one.dtype == precision.param_dtype}
 
 
 def expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -15,6 +15,7 @@ parameter, and shapes that differ: transformers would draw those weights at rand
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -140,8 +141,16 @@ def find_tensors(path: str, names: Sequence[str]) -> dict[str, Tensor]:
 
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Give a sharded module's parameters memory for this rank's shards, and move the buffers to the device."""
+    tied: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            tied[parameter].append((part, name))
     # As `nn.Module.to_empty` does, which would empty the buffers too.
     module._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
+    # Parameters that FSDP does not manage are replaced, one for each name.
+    for (first, name), *others in tied.values():
+        for part, other in others:
+            part.register_parameter(other, first.get_parameter(name))
 
 
 def load_weights(

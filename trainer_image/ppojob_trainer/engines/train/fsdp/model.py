@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ppojob_api.v1alpha1.model import FrozenModel, LoRA, TrainedModel
 from ppojob_trainer.engines.errors import ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.fsdp.attention import IMPLEMENTATION
 from ppojob_trainer.engines.train.fsdp.experts import IMPLEMENTATION as EXPERTS_IMPLEMENTATION
-from ppojob_trainer.engines.train.fsdp.experts import add_counts, divide_experts, shard_experts
+from ppojob_trainer.engines.train.fsdp.experts import add_counts, divide_experts, ready_parameters, shard_experts
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
 from ppojob_trainer.engines.train.fsdp.layers import prepare_layer
 from ppojob_trainer.engines.train.fsdp.loading import (
@@ -269,10 +270,12 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
     if options.stays_gathered:
         # A pass computes one stage of a rank, and its layers are not next to those of another.
         messages = chain.from_iterable(layers_of_messages(run, options.dtype) for run in runs)
+    shard = partial(fully_shard, mesh=parallel.mesh, mp_policy=precision)
+    left = ready_parameters([module], precision) if parallel.dims.fsdp == 1 else set()
     for together in messages:
-        shard_experts(together, parallel, precision, stays_gathered=options.stays_gathered)
-        fully_shard(together, mesh=parallel.mesh, mp_policy=precision, reshard_after_forward=is_freed)
-    sharded = fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
+        left |= shard_experts(together, parallel, precision, stays_gathered=options.stays_gathered)
+        shard(together, reshard_after_forward=is_freed, ignored_params=left)
+    sharded = shard(module, ignored_params=left)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
 
