@@ -116,7 +116,7 @@ class ParallelMesh:
             groups.append(self.pipeline.group)
         if self.experts is not None:
             groups += self.experts.groups
-            if self.experts.size > 1:
+            if self.experts.size > 1 and dist.group.WORLD is not None:
                 # For pushes, whose blocks of experts go to all ranks.
                 groups.append(dist.group.WORLD)
         try:
