@@ -52,8 +52,8 @@ class TrainedModel(ApiModel):
     """Run the Python code that comes with the checkpoint."""
     compile: bool = False
     """Compile each layer with torch.compile. The default is false because the first start takes longer and needs more
-    GPU memory. Recommended for long runs. Of mixtures of experts with expertParallelSize or tensorParallelSize above 1,
-    everything but the experts is compiled."""
+    GPU memory. Recommended for long runs. In mixtures of experts with expertParallelSize or tensorParallelSize above 1,
+    only the attention of layers with experts is compiled, not their routers and experts."""
     lora: LoRA | None = None
     """Train low-rank adapters only. Absent: all parameters."""
     offload: Offload = Offload()
