@@ -235,12 +235,15 @@ def _gathered(spec: PPOJobSpec, role: str, size: ModelSize, gpus: int, gradients
     What is frozen is not gathered if a GPU has it alone.
     """
     is_summed = gpus // _num_stages(spec, role) > 1
-    expert_size, of_a_stage = _dividing(spec)[base_role(role)].expert_parallel_size, gpus_of_a_stage(spec, role, gpus)
-    of_other_ranks = 1 - 1 / expert_size
+    training, of_a_stage = _dividing(spec)[base_role(role)], gpus_of_a_stage(spec, role, gpus)
+    of_other_ranks = 1 - 1 / training.expert_parallel_size
     of_stage = size.largest_stage / size.num_parameters
-    parameters = size.largest_stage - size.in_experts * of_stage * of_other_ranks
-    if gradients == 0 and of_a_stage == expert_size:
-        parameters = 0.0 if of_a_stage == 1 else size.largest_stage - size.in_experts * of_stage
+    in_experts = size.in_experts * of_stage
+    others, experts = size.largest_stage - in_experts, in_experts * (1 - of_other_ranks)
+    if gradients == 0:
+        others = 0.0 if of_a_stage == training.tensor_parallel_size else others
+        experts = 0.0 if of_a_stage == training.expert_parallel_size else experts
+    parameters = others + experts
     adapters = (size.in_adapters - size.in_expert_adapters * of_other_ranks) * of_stage
     each, of_adapter = (_BFLOAT16 + (gradient if is_summed else 0) for gradient in (gradients, _FLOAT32))
     return parameters * each + adapters * of_adapter

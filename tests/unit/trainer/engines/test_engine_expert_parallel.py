@@ -19,7 +19,7 @@ from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import peer_ranks
 from tests.unit.trainer.engines.fsdp_engines import reference_engine
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, NUM_EXPERTS, save_tiny_experts
+from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, MIXTURES, NUM_EXPERTS, save_tiny_experts
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.engines.two_ranks import make_policy
 
@@ -58,3 +58,16 @@ def test_each_rank_holds_whole_experts_and_computes_in_bfloat16(parallel: Parall
         torch.testing.assert_close(found["reference"], found["log_probs"], atol=0, rtol=0)
         norm = expected["metrics"]["actor/grad_norm"]
         assert found["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_frozen_experts_compute_as_trained_ones_in_bfloat16(tmp_path: Path, family: str) -> None:
+    """FSDP gathers those that are trained, and leaves those that are frozen and in the computation's dtype."""
+    path = save_tiny_experts(tmp_path / "model", torch.bfloat16, family)
+
+    run_ranks(ParallelDims(shard=2, expert=2), path, tmp_path, in_bfloat16)
+
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        torch.testing.assert_close(found["reference"], found["log_probs"], atol=0, rtol=0)

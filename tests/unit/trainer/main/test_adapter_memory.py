@@ -61,6 +61,22 @@ def test_of_adapters_of_divided_experts_those_of_a_rank_stay_gathered() -> None:
     assert need(4, other_layers).gathered == pytest.approx((2 * 0.2 + 6 * 0.1) * GB)
 
 
+def test_frozen_layers_that_tensor_parallel_ranks_have_alone_are_not_gathered() -> None:
+    """Of 1 B frozen parameters on two GPUs, 0.8 B are of experts, which FSDP shards over tensor-parallel ranks too."""
+    spec = spec_of(2, lora=LORA)
+    mixture = replace(sizes(1)["actor"], in_experts=8 * GB // 10)
+
+    def gathered(adapted: ModelSize, **actor: int) -> float:
+        divided = spec.model_copy(update={"actor": spec.actor.model_copy(update=actor)})
+        (found,) = needs(divided, {"actor": adapted})["a"]
+        return found.gathered
+
+    assert gathered(mixture) == pytest.approx(2 * 1 * GB)
+    assert gathered(mixture, tensor_parallel_size=2) == pytest.approx(2 * 0.8 * GB)
+    assert gathered(mixture, tensor_parallel_size=2, expert_parallel_size=2) == 0
+    assert gathered(replace(mixture, in_experts=0), tensor_parallel_size=2) == 0
+
+
 def test_they_are_offloaded_and_saved_with_their_moments() -> None:
     tenth = {"actor": replace(sizes_with_hosts(1, 64)["actor"], in_adapters=GB // 10)}
     (adapted,) = host_needs(spec_with_hosts(lora=LORA, offload={"parameters": True}), tenth)["one"]

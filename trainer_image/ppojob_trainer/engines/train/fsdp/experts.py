@@ -13,6 +13,7 @@ hidden states, E experts of a layer, R ranks that divide them, N tokens that are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -130,9 +131,15 @@ def shard_experts(
     # Adapters of experts that are left have gradients.
     sharded = [part for part in experts if not left.issuperset(part.parameters())]
     if sharded:
-        is_freed = not owns_alone and not stays_gathered
-        mesh = peers.fsdp_mesh
-        fully_shard(sharded, mesh=mesh, mp_policy=precision, reshard_after_forward=is_freed, ignored_params=left)
+        fully_shard(
+            sharded,
+            mesh=peers.fsdp_mesh,
+            # The hidden states have been cast with their layer's. Weights of experts are float32 in some families, and
+            # stay so, as in the layouts that do not shard experts separately.
+            mp_policy=replace(precision, cast_forward_inputs=False),
+            reshard_after_forward=not owns_alone and not stays_gathered,
+            ignored_params=left,
+        )
     for part in sharded:
         assert isinstance(part, FSDPModule)
         # An expert's gradient is a sum over the tokens of its group already, but the loss is multiplied by all ranks.

@@ -12,7 +12,7 @@ import copy
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -69,9 +69,10 @@ def export(
     failed = _write_weights(ExportFiles(folder, plan.of(parallel.rank)), weights)
     is_first = parallel.rank == 0
     if lora is not None:
-        gathered = weights.gather_adapters()
+        shapes = weights.adapter_shapes()
+        gathered = _checked(weights.gather_adapters(), shapes.values())
         if is_first and failed is None:
-            failed = _write_adapters(folder, weights.adapter_shapes(), gathered, lora, source)
+            failed = _write_adapters(folder, shapes, gathered, lora, source)
         # Collective: other ranks gather with the one that writes, which gathers what is left if its storage failed.
         deque(gathered, maxlen=0)
     failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
@@ -96,14 +97,20 @@ def _write_weights(files: ExportFiles, weights: ShardedWeights) -> Exception | N
 
 def _write_adapters(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], gathered: Iterator[Tensor], lora: LoRA, source: Path
-) -> Exception | None:
+) -> OSError | None:
     """Write the adapters' folder; return why it could not be written. Tensors may be left in `gathered` then."""
     try:
         write_adapters(folder / ADAPTER_FOLDER, shapes, gathered, lora, base=str(source))
-    # The other ranks gather until all is gathered.
-    except (OSError, RuntimeError, AssertionError) as error:
+    except OSError as error:
         return error
     return None
+
+
+def _checked(gathered: Iterable[Tensor], shapes: Collection[tuple[int, ...]]) -> Iterator[Tensor]:
+    """Yield tensors, which must be float32 and of these shapes: on each rank, so that none waits for one that fails."""
+    for shape, tensor in zip(shapes, gathered, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.float32), "not the shape of its header"
+        yield tensor
 
 
 def _complete(folder: Path, language_model: PreTrainedModel, source: Path, index: Mapping[str, object] | None) -> None:

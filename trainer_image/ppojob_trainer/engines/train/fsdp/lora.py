@@ -221,8 +221,7 @@ def write_adapters(
     file = folder / "adapter_model.safetensors"
     with file.open("wb") as stream:
         stream.write(_header({f"base_model.model.{name}.weight": shape for name, shape in shapes.items()}))
-        for shape, tensor in zip(shapes.values(), tensors, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.float32), "the header says otherwise"
+        for tensor in tensors:
             stream.write(tensor.contiguous().cpu().numpy().data)
     durable.sync(file)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -159,10 +159,10 @@ def build_reward_model(
     if isinstance(head, nn.Linear):
         head.float()
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-        fully_shard(head, mesh=parallel.mesh)
-    for layer in _layers(model):
-        fully_shard(layer, mesh=parallel.mesh)
-    fully_shard(model, mesh=parallel.mesh)
+    # A rank that has all parameters computes with them, and not with FSDP's copies.
+    left = set(model.parameters()) if parallel.dims.fsdp == 1 else set()
+    for part in (*([head] if isinstance(head, nn.Linear) else []), *_layers(model), model):
+        fully_shard(part, mesh=parallel.mesh, ignored_params=left)
     return model, conversions
 
 
