@@ -109,8 +109,9 @@ def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], s
     seconds = {
         phase: value for phase, value in timed[name].seconds.items() if phase not in known and phase != Phase.GENERATE
     }
-    own = {*seconds, "step"} if seconds else set()
-    return [*others, replace(timed[name], seconds=seconds)], own
+    if not seconds:
+        return others, set()
+    return [*others, replace(timed[name], seconds=seconds)], {*seconds, "step"}
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
