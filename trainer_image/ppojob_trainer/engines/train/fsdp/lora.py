@@ -222,7 +222,8 @@ def write_adapters(
     with file.open("wb") as stream:
         stream.write(_header({f"base_model.model.{name}.weight": shape for name, shape in shapes.items()}))
         for tensor in tensors:
-            stream.write(tensor.contiguous().cpu().numpy().data)
+            # A copy also of a tensor on the host, because the offloader could not release memory that NumPy knows.
+            stream.write(tensor.contiguous().to("cpu", copy=True).numpy().data)
     durable.sync(file)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
