@@ -1,7 +1,7 @@
 """Compares ways to divide a policy over two GPUs, in updates alone, in one run; prints ratios to the first.
 
-    python -m tests.bench.bench_parallel --output DIR [--shape 1.5B] [--layouts data-2,tensor-2,pipeline-2]
-        [--micro-batches 16] [--device CUDA] [--adapters] [--profile]
+    python -m tests.bench.bench_parallel --output DIR [--shape 1.5B] [--layers N]
+        [--layouts data-2,tensor-2,pipeline-2] [--micro-batches 16] [--device CUDA] [--adapters] [--profile]
 
 Without Ray and vLLM: two processes with a GPU each (`parallel_updates` has the layouts' names). All layouts update the
 same weights with the same sequences. For a mixture of experts take `--layouts data-2,experts-2`, and for a large one
@@ -37,7 +37,7 @@ def main() -> None:
     output: Path = arguments.output.absolute()
     data = output / "workload"
     data.mkdir(parents=True, exist_ok=True)
-    workload.prepare(data, workload.size_of(arguments.shape), 1)
+    workload.prepare(data, workload.size_of(arguments.shape), 1, layers=arguments.layers)
     stores = {name: listen("127.0.0.1", _LIMIT_S) for name in arguments.layouts}
     work = [arguments.rows, arguments.tokens, arguments.micro_batches, arguments.updates]
     work += [int(arguments.profile), int(arguments.adapters)]
@@ -95,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="1.5B")
+    parser.add_argument("--layers", type=int, help="decoder layers of the model, where they are not those of the shape")
     parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
     parser.add_argument("--layouts", default="data-2,tensor-2,pipeline-2")
     parser.add_argument("--rows", type=int, default=64, help="sequences of an update, of both GPUs together")
@@ -103,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=3, help="after two updates that do not count")
     parser.add_argument("--adapters", action="store_true", help="train LoRA on the attention, and nothing else")
     parser.add_argument(
-        "--profile", action="store_true", help="of one more update of each layout, into OUTPUT/profile-LAYOUT-RANK.txt"
+        "--profile",
+        action="store_true",
+        help="of one more update of each layout, into OUTPUT/profile-LAYOUT-RANK.txt and .json.gz (a Chrome trace)",
     )
     arguments = parser.parse_args()
     arguments.layouts = arguments.layouts.split(",")

@@ -61,7 +61,8 @@ def measure(
     """Return seconds of each update after two, the peak of this GPU's memory in GB, MFU and the first gradient norm.
 
     Args:
-        profile: file for the kernels and operations of one more update, those with the most time first.
+        profile: file for the kernels and operations of one more update, those with the most time first. Its Chrome
+            trace goes beside it, as `.json.gz`.
     """
     has_gpu = parallel.device.type == "cuda"
     engine = policy_engine(
@@ -83,7 +84,7 @@ def measure(
     last: dict[str, float] = {}
     seconds = [seconds_of(lambda: last.update(engine.update(batch))) for _ in range(updates)]
     if profile is not None:
-        profile.write_text(_profile_of(lambda: engine.update(batch), has_gpu=has_gpu), encoding="utf-8")
+        _write_profile(lambda: engine.update(batch), profile, has_gpu=has_gpu)
     return {
         "seconds": seconds,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
@@ -92,7 +93,7 @@ def measure(
     }
 
 
-def _profile_of(work: Callable[[], object], *, has_gpu: bool) -> str:
+def _write_profile(work: Callable[[], object], file: Path, *, has_gpu: bool) -> None:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
     with profiler.profile(activities=activities) as found:
         work()
@@ -100,7 +101,9 @@ def _profile_of(work: Callable[[], object], *, has_gpu: bool) -> str:
             torch.cuda.synchronize()
     orders = ["self_cuda_time_total", "self_cpu_time_total"] if has_gpu else ["self_cpu_time_total"]
     averages = found.key_averages()
-    return "\n".join(averages.table(sort_by=order, row_limit=25, max_name_column_width=90) for order in orders)
+    tables = [averages.table(sort_by=order, row_limit=25, max_name_column_width=90) for order in orders]
+    file.write_text("\n".join(tables), encoding="utf-8")
+    found.export_chrome_trace(str(file.with_suffix(".json.gz")))
 
 
 def main() -> None:
