@@ -35,7 +35,7 @@ def test_sums_and_gradients_are_those_of_indexing(dtype: torch.dtype, size: int)
     keys = choices()
     # As on a rank that owns half of the experts; some tokens have no row.
     num_keys = NUM_EXPERTS // 2
-    rows = Rows.sorted_by(keys.clamp(max=num_keys), num_keys, int((keys < num_keys).sum()))
+    rows = Rows.sorted_by(keys.clamp(max=num_keys), num_keys).first(int((keys < num_keys).sum()))
     assert rows.choices.tolist() == sorted(rows.choices.tolist(), key=lambda at: (int(keys.flatten()[at]), at))
     tokens = torch.randn(TOKENS, size, device="cuda").to(dtype).requires_grad_()
     outer = torch.randn(TOKENS, size, device="cuda").to(dtype)

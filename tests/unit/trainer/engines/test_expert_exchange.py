@@ -26,15 +26,21 @@ SECONDS = 60
 
 
 class Messages:
-    """What ranks in threads send each other. tokens: the numbers of rows that each rank has sent with hidden states."""
+    """What ranks in threads send each other.
+
+    tokens: the numbers of rows that each rank has sent with hidden states. dtypes: of all that the first rank has sent.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=SECONDS)
         self.sent: list[tuple[Tensor, ...]] = [()] * num_ranks
         self.tokens: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.dtypes: list[torch.dtype] = []
 
     def exchange(self, rank: int, parts: tuple[Tensor, ...]) -> Tensor:
         self.sent[rank] = parts
+        if rank == 0:
+            self.dtypes.append(parts[0].dtype)
         if parts[0].shape[1:] == (HIDDEN,):
             self.tokens[rank].append(sum(map(len, parts)))
         self.barrier.wait()
@@ -158,6 +164,37 @@ def compare(
     assert sum(one[0] for one in messages.tokens) == sum(one[1] for one in messages.tokens), "a sum for each token"
     counts = sum(part.get_buffer(experts.COUNTS) for part in parts)
     assert counts.tolist() == chosen.flatten().bincount(minlength=NUM_EXPERTS).tolist()
+
+
+def test_the_second_computation_of_a_layer_exchanges_no_numbers_of_tokens_and_no_choices() -> None:
+    generator = torch.Generator().manual_seed(3)
+    messages = Messages(2)
+    whole, peers = whole_experts("qwen3_moe", torch.float32), [InThreads.make(messages, rank) for rank in range(2)]
+    layers = [nn.ModuleList([own_experts(whole, each)]) for each in peers]
+    hidden = torch.randn(2, 6, HIDDEN, generator=generator)
+    weights, chosen = torch.rand(2, 6, NUM_EXPERTS, generator=generator).topk(2)
+    plans: list[list[Any]] = [[], []]
+
+    def compute(rank: int) -> Tensor:
+        with experts.plan_once(layers[rank], plans[rank]):
+            found: Tensor = layers[rank][0](hidden[rank], chosen[rank], weights[rank])
+        return found
+
+    def compute_on_both() -> tuple[list[Tensor], list[torch.dtype]]:
+        messages.dtypes.clear()
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(compute, range(2))), list(messages.dtypes)
+
+    first, sent = compute_on_both()
+    second, sent_again = compute_on_both()
+
+    assert sent == [torch.int64, torch.int32, *[torch.float32] * 3]
+    assert sent_again == [torch.float32] * 3, "weights, hidden states, and the sums that come back"
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    counts = sum(layer[0].get_buffer(experts.COUNTS) for layer in layers)
+    assert counts.sum() == chosen.numel(), "each choice is counted once"
+    assert getattr(layers[0][0], experts._PLANS) is None
 
 
 def test_a_route_says_what_is_sent_and_the_rows_of_own_experts() -> None:

@@ -14,7 +14,7 @@ NUM_ROWS = 5
 
 
 def test_rows_are_sorted_by_key_and_then_by_token() -> None:
-    rows = Rows.sorted_by(KEYS, 2, NUM_ROWS)
+    rows = Rows.sorted_by(KEYS, 2).first(NUM_ROWS)
     assert rows.choices.tolist() == [1, 2, 0, 6, 7]
     assert rows.tokens.tolist() == [0, 1, 0, 3, 3]
     # The first token's first choice is row 2.
@@ -24,7 +24,7 @@ def test_rows_are_sorted_by_key_and_then_by_token() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2), (3, 2)])
 def test_tokens_without_rows_have_sums_of_zero(shape: tuple[int, int]) -> None:
-    rows = Rows.sorted_by(torch.full(shape, 2), 2, 0)
+    rows = Rows.sorted_by(torch.full(shape, 2), 2).first(0)
     tokens = torch.ones(shape[0], 4, requires_grad=True)
     found = collect(spread(tokens, rows), rows)
     found.sum().backward()
@@ -34,14 +34,14 @@ def test_tokens_without_rows_have_sums_of_zero(shape: tuple[int, int]) -> None:
 
 
 def test_more_keys_than_16_bits_have() -> None:
-    rows = Rows.sorted_by(torch.tensor([[40_000, 70_000], [39_999, 1]]), 70_000, 3)
+    rows = Rows.sorted_by(torch.tensor([[40_000, 70_000], [39_999, 1]]), 70_000).first(3)
     assert rows.choices.tolist() == [3, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_indexing(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    rows = Rows.sorted_by(KEYS, 2, NUM_ROWS)
+    rows = Rows.sorted_by(KEYS, 2).first(NUM_ROWS)
     tokens = torch.randn(4, 24).to(dtype).requires_grad_()
     factors = torch.randn(NUM_ROWS, 24).to(dtype)
     outer = torch.randn(4, 24).to(dtype)
@@ -67,6 +67,6 @@ def summed(rows_SD: Tensor, rows: Rows) -> Tensor:
 
 def test_sums_are_rounded_once() -> None:
     """In bfloat16, 1 + 2^-8 + 2^-8 is 1 if each sum is rounded."""
-    rows = Rows.sorted_by(torch.zeros(1, 3, dtype=torch.int64), 1, 3)
+    rows = Rows.sorted_by(torch.zeros(1, 3, dtype=torch.int64), 1)
     found = collect(torch.tensor([[1.0], [2**-8], [2**-8]]).bfloat16(), rows)
     assert found.item() == 1 + 2**-7

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppojob_trainer.engines.train.fsdp import model, routing
+from ppojob_trainer.engines.train.fsdp import experts, model, routing
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, prepare_layer
 from ppojob_trainer.engines.train.fsdp.routing import routers
@@ -92,6 +92,28 @@ def test_gradients_are_those_of_the_first_choices(parallel: ParallelMesh, path: 
 
     assert len(others) >= MIXTURES[path.name].num_sparse, "the layers are computed again"
     assert_equal(found, expected)
+
+
+def test_the_rows_of_a_layer_are_planned_once(
+    parallel: ParallelMesh, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    plan = experts._planned
+
+    def counted(module: Any, peers: Any, chosen: Tensor) -> Any:
+        planned.append(id(module))
+        return plan(module, peers, chosen)
+
+    monkeypatch.setattr(experts, "_planned", counted)
+    policy = make_policy(parallel, path, gradient_checkpointing=True)
+    batch = gradient_ranks.whole_batch()
+    policy.forward(batch)
+    of_forward = len(planned)
+    planned.clear()
+    gradients_of_update(policy, batch)
+
+    assert len(planned) == of_forward > 0, "not again in the backward pass"
+    assert len(set(planned)) == MIXTURES[path.name].num_sparse
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

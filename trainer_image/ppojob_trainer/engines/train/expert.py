@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ExpertPeers", "Route"]
@@ -109,9 +109,34 @@ class ExpertPeers:
         return self._exchange(results_N, route.sent, route.received)
 
     def _exchange(self, rows: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
-        exchanged = all_to_all_single(rows.contiguous(), received, sent, self.mesh.get_group())
-        waited: Tensor = wait_tensor(exchanged)  # type: ignore[no-untyped-call]
-        return waited
+        exchanged: Tensor = _AllToAll.apply(rows, received, sent, self.mesh.get_group())  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows for each rank of a group, exchanged for those of all ranks; gradients go back.
+
+    torch's differentiable functional collectives do the same, with 0.4 ms of the processor for each message and
+    direction (a profile on H200s), in which the GPU waits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.back = (sent, received, group)
+        return _all_to_all(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], *ctx.back), None, None, None
+
+
+def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Return what the ranks send to this one; None as sizes: each rank sends equally much to each."""
+    found = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
 
 
 def _read(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]:

@@ -38,22 +38,27 @@ class Rows:
     starts: Tensor
 
     @classmethod
-    def sorted_by(cls, keys_TC: Tensor, num_keys: int, num_rows: int) -> Rows:
-        """Return the rows sorted by key, those of a key in the order of the tokens.
+    def sorted_by(cls, keys_TC: Tensor, num_keys: int) -> Rows:
+        """Return all choices as rows, sorted by key, those of a key in the order of the tokens. The host waits for
+        nothing: `first` leaves out what has no row.
 
         Args:
-            keys_TC: integers [T, C]; choices with a key of `num_keys` have no row.
-            num_rows: choices with a smaller key; the host does not count them.
+            keys_TC: integers [T, C]; choices with a key of `num_keys` have no row, and come last.
         """
         num_choices = keys_TC.shape[1]
         keys = keys_TC.flatten()
         # A radix sort takes as many passes as a key has bytes.
         order = keys.to(torch.int16 if num_keys < torch.iinfo(torch.int16).max else torch.int32).argsort(stable=True)
-        choices = order[:num_rows]
         ends = (keys < num_keys).cumsum(0)
-        of_tokens = torch.empty_like(choices).scatter_(0, ends[choices] - 1, torch.arange(num_rows, device=keys.device))
+        rows = torch.arange(len(keys), device=keys.device)
+        places = torch.where(rows < ends[-1:], ends[order] - 1, rows)
+        of_tokens = torch.empty_like(order).scatter_(0, places, rows)
         ends_T = ends.view(-1, num_choices)[:, -1]
-        return cls(choices, choices // num_choices, of_tokens, functional.pad(ends_T[:-1], (1, 0))[: len(ends_T)])
+        return cls(order, order // num_choices, of_tokens, functional.pad(ends_T[:-1], (1, 0))[: len(ends_T)])
+
+    def first(self, num_rows: int) -> Rows:
+        """Return the first rows alone: as many as choices have one."""
+        return Rows(self.choices[:num_rows], self.tokens[:num_rows], self.of_tokens[:num_rows], self.starts)
 
 
 def spread(tokens_TD: Tensor, rows: Rows) -> Tensor:

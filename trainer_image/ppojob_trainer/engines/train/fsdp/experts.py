@@ -13,7 +13,8 @@ hidden states, E experts of a layer, R ranks that divide them, N tokens that are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ppojob_trainer.engines.train.expert import ExpertPeers
+from ppojob_trainer.engines.train.expert import ExpertPeers, Route
 from ppojob_trainer.engines.train.fsdp.expert_rows import Rows, collect, spread
 from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
 from ppojob_trainer.engines.train.fsdp.low_rank import ExpertProjection
@@ -38,6 +39,23 @@ COUNTS: Final = "tokens_per_expert"
 """Name of the experts' buffer for the number of tokens of each expert."""
 _PEERS: Final = "expert_peers"
 """Name of the experts' attribute with the ranks over which they are divided."""
+_PLANS: Final = "expert_plans"
+"""Name of the experts' attribute: a list with the plan of the first computation of their layer, empty during that;
+None: the layer is computed once, or chooses again."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which rows the experts of this rank compute for some tokens, and how the tokens get here.
+
+    own: the rows of the tokens that are here, or that have been received. ends_E: after which row those of each expert
+    end, int32. sent: the rows that this rank sends, by `route`; None: all experts are here.
+    """
+
+    own: Rows
+    ends_E: Tensor
+    sent: Rows | None = None
+    route: Route | None = None
 
 
 def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -49,57 +67,74 @@ def count_and_multiply(module: nn.Module, hidden_states: Tensor, top_k_index: Te
     Returns:
         [T, D].
     """
-    with torch.no_grad():
-        total, chosen = module.get_buffer(COUNTS), top_k_index.flatten()
-        counts_E = torch.zeros_like(total).scatter_add_(0, chosen, torch.ones_like(chosen))
-        if module.training:
-            total.add_(counts_E)
     peers: ExpertPeers | None = getattr(module, _PEERS, None)
-    if peers is not None:
-        return _apply_on_owners(module, peers, hidden_states, top_k_index, top_k_weights, counts_E)
-    return _apply(module, hidden_states, top_k_index, top_k_weights, counts_E, top_k_index.numel())
+    kept: list[_Plan] | None = getattr(module, _PLANS, None)
+    if kept:
+        plan = kept[0]
+    else:
+        plan = _planned(module, peers, top_k_index)
+        if kept is not None:
+            kept.append(plan)
+    if peers is None or plan.sent is None or plan.route is None:
+        return _apply(module, hidden_states, top_k_weights, plan)
+    received_NK = peers.dispatch(spread(top_k_weights, plan.sent), plan.route)
+    received_ND = peers.dispatch(spread(hidden_states, plan.sent), plan.route)
+    own = WithParts(module, {name: local(part) for name, part in module.named_parameters(recurse=False)})
+    summed_ND = _apply(own, received_ND, received_NK, plan)
+    return collect(peers.combine(summed_ND, plan.route), plan.sent)
 
 
-def _apply_on_owners(
-    module: nn.Module,
-    peers: ExpertPeers,
-    hidden_TD: Tensor,
-    chosen_TK: Tensor,
-    weights_TK: Tensor,
-    counts_E: Tensor,
-) -> Tensor:
-    """Apply each token's experts on the ranks that own them; return [T, D]. Collective.
+@torch.no_grad()
+def _planned(module: nn.Module, peers: ExpertPeers | None, chosen_TK: Tensor) -> _Plan:
+    """Plan the rows of these choices; collective, if other ranks have some of the experts.
 
     A rank gets a token once, with all choices of it, and returns the weighted sum of its own experts.
     """
+    total, chosen = module.get_buffer(COUNTS), chosen_TK.flatten()
+    counts_E = torch.zeros_like(total).scatter_add_(0, chosen, torch.ones_like(chosen))
+    if module.training:
+        total.add_(counts_E)
+    if peers is None:
+        return _Plan(Rows.sorted_by(chosen_TK, len(counts_E)), counts_E.cumsum(0, dtype=torch.int32))
     num_own = len(counts_E) // peers.size
     is_sent_TR = chosen_TK.new_zeros(len(chosen_TK), peers.size).scatter_(1, chosen_TK // num_own, 1)
-    route = peers.route(is_sent_TR.sum(dim=0), counts_E, *chosen_TK.shape)
     ranks = torch.arange(peers.size, device=chosen_TK.device)
-    sent = Rows.sorted_by(torch.where(is_sent_TR > 0, ranks, peers.size), peers.size, sum(route.sent))
+    # Before the host waits for the sizes: until then, the GPU has work, and it waits for whatever comes after that.
+    every = Rows.sorted_by(torch.where(is_sent_TR > 0, ranks, peers.size), peers.size)
     # Gloo and NCCL send no 16 bits.
-    chosen_NK = peers.dispatch(chosen_TK.index_select(0, sent.tokens).int(), route) - peers.rank * num_own
-    weights_NK = peers.dispatch(spread(weights_TK, sent), route)
-    received_ND = peers.dispatch(spread(hidden_TD, sent), route)
+    chosen_of_every = chosen_TK.int()[every.tokens]
+    route = peers.route(is_sent_TR.sum(dim=0), counts_E, *chosen_TK.shape)
+    sent = every.first(sum(route.sent))
+    chosen_NK = peers.dispatch(chosen_of_every[: len(sent.tokens)], route) - peers.rank * num_own
     keys_NK = torch.where((chosen_NK >= 0) & (chosen_NK < num_own), chosen_NK, num_own)
-    own = WithParts(module, {name: local(part) for name, part in module.named_parameters(recurse=False)})
-    summed_ND = _apply(own, received_ND, keys_NK, weights_NK, route.counts_e, route.num_rows)
-    return collect(peers.combine(summed_ND, route), sent)
+    own = Rows.sorted_by(keys_NK, num_own).first(route.num_rows)
+    return _Plan(own, route.counts_e.cumsum(0, dtype=torch.int32), sent, route)
 
 
-def _apply(
-    experts: Any, tokens_TD: Tensor, keys_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, num_rows: int
-) -> Tensor:
-    """Apply experts of this rank to tokens; return the sum of each token's results, [T, D].
+def _apply(experts: Any, tokens_TD: Tensor, weights_TK: Tensor, plan: _Plan) -> Tensor:
+    """Apply experts of this rank to tokens that are here; return the sum of each token's results, [T, D]."""
+    weights_S = weights_TK.flatten().gather(0, plan.own.choices)
+    results_SD = multiply(experts, spread(tokens_TD, plan.own), weights_S, plan.ends_E)
+    return collect(results_SD, plan.own).to(tokens_TD.dtype)
+
+
+@contextmanager
+def plan_once(layer: nn.Module, plans: list[_Plan]) -> Iterator[None]:
+    """Let the experts of a layer plan their rows in the first computation of the layer, and use that in the second one.
+
+    The choices of both must be the same ones (`routing.choose_once`). The second computation then exchanges no sizes,
+    for which the host would wait, and sorts nothing. A plan takes 24 bytes for each row, and as many for each token
+    that is sent.
 
     Args:
-        keys_TK: the experts of each token; those that have no row, because others own them, are E.
-        num_rows: the sum of `counts_E`, the rows of each expert.
+        plans: the same list for both computations, empty before the first one.
     """
-    rows = Rows.sorted_by(keys_TK, len(counts_E), num_rows)
-    weights_S = weights_TK.flatten().gather(0, rows.choices)
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    return collect(multiply(experts, spread(tokens_TD, rows), weights_S, ends_E), rows).to(tokens_TD.dtype)
+    ((_, experts),) = expert_modules(layer)
+    setattr(experts, _PLANS, plans)
+    try:
+        yield
+    finally:
+        setattr(experts, _PLANS, None)
 
 
 def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:

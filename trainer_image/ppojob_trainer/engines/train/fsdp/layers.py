@@ -22,9 +22,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ppojob_trainer.engines.train.fsdp.experts import expert_modules
+from ppojob_trainer.engines.train.fsdp.experts import expert_modules, plan_once
 from ppojob_trainer.engines.train.fsdp.routing import choose_once, routers_of
 
 __all__ = ["ATTENTION_PART", "attention_part", "prepare_layer"]
@@ -71,8 +72,17 @@ def _attention(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
 
 
 def _experts(layer: Any, hidden_states: Tensor) -> Tensor:
-    transformed: Tensor = layer.mlp(layer.post_attention_layernorm(hidden_states))
+    transformed: Tensor = layer.mlp(_normed(layer.post_attention_layernorm, hidden_states))
     return hidden_states + transformed
+
+
+def _normed(norm: Any, hidden_states: Tensor) -> Tensor:
+    """Compute `forward` of a norm by torch's kernel, as torch.compile would: rounded once, at the end."""
+    if "forward" in vars(norm):
+        # Tensor-parallel: it computes with plain parts of its parameters.
+        found: Tensor = norm(hidden_states)
+        return found
+    return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 # The checkpoints lie inside what is compiled: torch recomputes what it calls around compiled code without that code,
@@ -94,9 +104,10 @@ def _with_choice(layer: nn.Module, function: Callable[..., Any], *args: Any, **k
     """Compute a function of a layer with gradient checkpointing and one choice of experts."""
     # Of this call alone: other micro-batches of a pipeline come before its backward pass.
     chosen: list[Tensor] = []
+    plans: list[Any] = []
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with choose_once(layer, chosen):
+        with choose_once(layer, chosen), plan_once(layer, plans):
             return function(layer, *args, **kwargs)
 
     return checkpoint(compute, *args, use_reentrant=False, **kwargs)
