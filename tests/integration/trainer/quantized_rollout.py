@@ -76,7 +76,7 @@ def main() -> None:
         path=path,
         device=device,
         max_model_len=128,
-        # vLLM computes each sequence alone: beside others it rounds otherwise, and FP8 makes that a difference of tokens.
+        # vLLM computes each sequence alone: beside others it rounds otherwise, and FP8 turns that into other tokens.
         max_num_seqs=1,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.3,
