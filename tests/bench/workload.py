@@ -3,7 +3,8 @@
 A Qwen2 of 0.5B, 1.5B or 7B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
 does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `30B-A3B` is
-a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, and `4B-A0.9B` a smaller one whose experts are as large.
+a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as large, and
+`7B-A1B` one with the layers and experts of OLMoE-1B-7B.
 Called by `bench_split` and `bench_host_memory`.
 """
 
@@ -51,6 +52,19 @@ SHAPES: dict[str, dict[str, int]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "7B-A1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "30B-A3B": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -81,7 +95,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
 # A processor takes minutes for them.
-_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B", "30B-A3B"})
+_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B", "7B-A1B", "30B-A3B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""

@@ -1,11 +1,16 @@
-"""The course of the learning rate."""
+"""The course of the learning rate, and the norm of gradients that are divided over a mesh."""
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
+from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.learning_rate import learning_rate_factor
+from ppojob_trainer.planning.fake_device import fake_ranks
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,19 @@ def test_adamw_has_the_decay_rates_of_the_spec() -> None:
     optimizer = Optimizer(nn.Linear(2, 1), ActorSpec(betas=[0.5, 0.75]), total_steps=4)
 
     assert [group["betas"] for group in optimizer.adamw.param_groups] == [(0.5, 0.75)]
+
+
+def test_the_norm_over_a_mesh_of_two_axes_makes_torch_warn_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch warns that it makes several sums, and that ranks may get other results; ours is exact to rounding."""
+    module = nn.ParameterDict()
+    with fake_ranks(ParallelDims(shard=4)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+        for name, placements in (("both", [Shard(0), Shard(0)]), ("one", [Shard(0), Replicate()])):
+            module[name] = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, placements))
+            module[name].grad = DTensor.from_local(torch.full((4,), 3.0), mesh, placements)
+        norm = Optimizer(module, ActorSpec(grad_clip=0), total_steps=4).clip()
+
+    assert "redistributing" not in capfd.readouterr().err
+    assert not isinstance(norm, DTensor)
+    # Fake ranks add nothing. Of what both ranks of an axis have, each has a half.
+    assert float(norm) == pytest.approx((4 * 9 + 4 * 9 / 2) ** 0.5)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -133,4 +134,16 @@ def _of_meshes(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Return a norm of all ranks from that of this rank's parts.
+
+    One sum for each axis of the mesh, as `full_tensor` does it, which warns at each start that it makes several.
+    """
+    if not isinstance(norm, DTensor):
+        return norm
+    squared = norm.to_local().square()
+    for axis, placement in enumerate(norm.placements):
+        if placement.is_partial():
+            dist.all_reduce(squared, group=norm.device_mesh.get_group(axis))
+        else:
+            assert placement.is_replicate(), "a norm is one number"
+    return squared.sqrt()
