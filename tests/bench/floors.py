@@ -49,14 +49,15 @@ def sync_floor(shape: Mapping[str, int], size: Size, bandwidth: float) -> float:
 
 
 def num_parameters(shape: Mapping[str, int], size: Size) -> int:
-    """Return the parameters of the matrices and of the embeddings, which the output layer shares."""
-    return _matrices(shape, "num_experts") + size.vocabulary * shape["hidden_size"]
+    """Return the parameters of the matrices, and of embeddings and output layer, which a shape shares by default."""
+    tables = 1 if shape.get("tie_word_embeddings", True) else 2
+    return _matrices(shape, "num_experts") + tables * size.vocabulary * shape["hidden_size"]
 
 
 def _matrices(shape: Mapping[str, int], experts: str) -> int:
     """Return the parameters of the layers; of a mixture, with as many experts as the setting of that name says."""
     hidden = shape["hidden_size"]
-    per_layer = 2 * hidden * hidden + hidden * _key_values(shape)
+    per_layer = 2 * hidden * _queries(shape) + hidden * _key_values(shape)
     if "num_experts" in shape:
         router = hidden * shape["num_experts"]
         per_layer += 3 * hidden * shape["moe_intermediate_size"] * shape[experts] + router
@@ -65,10 +66,18 @@ def _matrices(shape: Mapping[str, int], experts: str) -> int:
     return shape["num_hidden_layers"] * per_layer
 
 
+def _queries(shape: Mapping[str, int]) -> int:
+    """Return the numbers of a token's queries in a layer, of all heads."""
+    return shape["num_attention_heads"] * _head(shape)
+
+
 def _key_values(shape: Mapping[str, int]) -> int:
     """Return the numbers that a layer holds of a token: keys and values of all heads that have their own."""
-    head = shape["hidden_size"] // shape["num_attention_heads"]
-    return 2 * shape.get("num_key_value_heads", KEY_VALUE_HEADS) * head
+    return 2 * shape.get("num_key_value_heads", KEY_VALUE_HEADS) * _head(shape)
+
+
+def _head(shape: Mapping[str, int]) -> int:
+    return shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
 
 
 def floors_of(
@@ -93,7 +102,7 @@ def floors_of(
     output = size.vocabulary * hidden
     length = size.prompt_tokens + size.response_tokens
     tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
-    attention = 2 * layers * hidden * length * tokens
+    attention = 2 * layers * _queries(shape) * length * tokens
     backbone = 2 * computed * tokens + attention
     head_cost = 2 * output * written
     # For each of the generated places, all weights are read once (all experts: some sequence uses each of them), and

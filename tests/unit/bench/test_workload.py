@@ -181,7 +181,7 @@ def test_a_job_without_a_critic_has_no_least_times_of_one() -> None:
     assert all(least[phase] == everything[phase] for phase in least)
 
 
-@pytest.mark.parametrize("name", ["0.5B", "1.5B", "4B-A0.9B", "7B-A1B"])
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B", "4B-A0.9B", "7B-A1B", "30B-A3B"])
 def test_the_parameters_of_a_shape_are_those_of_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
