@@ -44,11 +44,6 @@ class Case:
     key_heads: int
     size: int
 
-    @property
-    def operations(self) -> float:
-        """Of a forward pass: two products of each query with half of the keys."""
-        return 4.0 * self.sequences * self.heads * self.size * self.length**2 / 2
-
 
 CASES: Final[dict[str, Case]] = {
     "7 B, 24 x 642": Case(24, 642, 28, 4, 128),
@@ -78,6 +73,8 @@ def main() -> None:
     kernels = arguments.kernels.split(",")
     if unknown := [name for name in kernels if name not in KERNELS]:
         parser.error(f"--kernels {unknown[0]}: take some of {', '.join(KERNELS)}")
+    # What is registered with torch stays.
+    kernels.sort(key=KERNELS.index)
     has_gpu = torch.cuda.is_available()
     found: dict[str, dict[str, Found]] = {name: {} for name in (CASES if has_gpu else TINY)}
     for kernel in kernels:
@@ -156,7 +153,7 @@ def _segments(case: Case, device: torch.device, number: int | None = None) -> Se
 
 
 def _exact(case: Case, inputs: list[Tensor], outer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return output and gradients of the first sequence in float32, a block of queries after the other."""
+    """Return output and gradients of the first sequence in float32."""
     exact = [one.detach()[:, :, : case.length].float().requires_grad_() for one in inputs]
     # The trainer's code for processors: SDPA of each sequence.
     output = attention._one_by_one(*exact, _segments(case, outer.device, 1), None, None)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, offload
+from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, layers, offload
 from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh
 from ppojob_trainer.maths import log_probs
 from ppojob_trainer.planning.network import from_other_hosts
@@ -133,27 +133,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._sizes.pop(key)
 
     def _receive(self, name: str, args: Any, result: Any) -> None:
-        if "wait" in name or name.startswith("send"):
+        # Neither waiting for a message nor naming its gradient sends one.
+        if "wait" in name or "wrap_tensor" in name or name.startswith("send"):
             return
         sizes = [tensor.nbytes for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor)]
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
-        kind = next((self.kinds[each] for each in args if isinstance(each, str) and each in self.kinds), kind)
+        group = _group_of(args)
+        kind = self.kinds.get(group.group_name, kind)
         # Of a gather the result is the largest, of a reduction what is sent.
         size = max(sizes, default=0)
         self.traffic.received[kind] += size
         if self._per_host is not None:
             source = next((each for each in args if type(each) is int), None) if kind == "pipeline" else None
-            found = from_other_hosts(name, size, _ranks_of(args), dist.get_rank(), self._per_host, source)
+            ranks = dist.get_process_group_ranks(group)
+            found = from_other_hosts(name, size, ranks, dist.get_rank(), self._per_host, source)
             self.traffic.from_other_hosts[kind] += round(found)
 
 
-def _ranks_of(args: Sequence[Any]) -> list[int]:
-    """Return the ranks of the group that is among an operation's arguments, as an object or by its name."""
-    for each in args:
+def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
+    """Return the group that is among an operation's arguments, as an object or by its name."""
+    # The name comes last: another one may be that of a reduction.
+    for each in reversed(args):
         if isinstance(each, str):
-            return dist.get_process_group_ranks(_resolve_process_group(each))  # type: ignore[arg-type]
+            return _resolve_process_group(each)  # type: ignore[arg-type]
         if isinstance(each, torch.ScriptObject) and each._type().qualified_name().endswith(".ProcessGroup"):
-            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))
+            return dist.ProcessGroup.unbox(each)
     raise AssertionError(f"a collective has a group, and {args} has none")
 
 
@@ -210,7 +214,7 @@ def _evenly(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]
 
 @contextmanager
 def as_on_cuda(live: LiveBytes) -> Iterator[None]:
-    """Run attention, the output layer and the offload of activations as they run on CUDA.
+    """Run attention, norms before experts, the output layer and the offload of activations as they run on CUDA.
 
     Attention in one kernel; logits of a chunk in float32, and their gradient beside them.
     """
@@ -221,9 +225,23 @@ def as_on_cuda(live: LiveBytes) -> Iterator[None]:
             (log_probs, "_kernels", lambda _: _OutputKernels),
             (log_probs, "_product", _product),
             (offload, "_to_host", _on_host(live, offload._to_host)),
+            (layers, "_rms_norm", _RMSNorm.apply),
         ):
             replaced.enter_context(_replaced(module, name, function))
         yield
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The tensors of torch's kernel, which saves its input and a number of each token in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(hidden_states, weight, hidden_states.new_empty(hidden_states.shape[:-1]).float())
+        return torch.empty_like(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return torch.empty_like(gradients[0]), torch.empty_like(ctx.saved_tensors[1]), None
 
 
 class _OutputKernels:

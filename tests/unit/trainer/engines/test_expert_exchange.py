@@ -170,14 +170,14 @@ def test_the_second_computation_of_a_layer_exchanges_no_numbers_of_tokens_and_no
     generator = torch.Generator().manual_seed(3)
     messages = Messages(2)
     whole, peers = whole_experts("qwen3_moe", torch.float32), [InThreads.make(messages, rank) for rank in range(2)]
-    layers = [nn.ModuleList([own_experts(whole, each)]) for each in peers]
+    parts = [own_experts(whole, each) for each in peers]
     hidden = torch.randn(2, 6, HIDDEN, generator=generator)
     weights, chosen = torch.rand(2, 6, NUM_EXPERTS, generator=generator).topk(2)
     plans: list[list[Any]] = [[], []]
 
     def compute(rank: int) -> Tensor:
-        with experts.plan_once(layers[rank], plans[rank]):
-            found: Tensor = layers[rank][0](hidden[rank], chosen[rank], weights[rank])
+        with experts.plan_once(parts[rank], plans[rank]):
+            found: Tensor = parts[rank](hidden[rank], chosen[rank], weights[rank])
         return found
 
     def compute_on_both() -> tuple[list[Tensor], list[torch.dtype]]:
@@ -192,9 +192,14 @@ def test_the_second_computation_of_a_layer_exchanges_no_numbers_of_tokens_and_no
     assert sent_again == [torch.float32] * 3, "weights, hidden states, and the sums that come back"
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
-    counts = sum(layer[0].get_buffer(experts.COUNTS) for layer in layers)
+    counts = sum(part.get_buffer(experts.COUNTS) for part in parts)
     assert counts.sum() == chosen.numel(), "each choice is counted once"
-    assert getattr(layers[0][0], experts._PLANS) is None
+    assert getattr(parts[0], experts._PLANS) is None
+    for plan in (one[0] for one in plans):
+        assert plan.sent is not None
+        for rows in (plan.own, plan.sent):
+            for kept in (rows.choices, rows.tokens, rows.of_tokens):
+                assert kept.untyped_storage().nbytes() == 8 * len(kept), "no view of all choices is kept"
 
 
 def test_a_route_says_what_is_sent_and_the_rows_of_own_experts() -> None:

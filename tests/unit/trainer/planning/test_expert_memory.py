@@ -65,11 +65,11 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_bytes_of_the_exchange_by_hand(tmp_path: Path) -> None:
-    """A layer sends hidden states with choices and weights, and receives sums. An update sends them again but for the
-    sums, and gradients of all but the choices."""
+    """A layer sends hidden states with choices and weights, and receives sums. An update sends hidden states and
+    weights again, as often as the layer is computed, and gradients of both and of the sums."""
     found = measure(work(tmp_path, TWO))
     assert found.traffic.received["experts"] == LAYERS * (2 * HIDDEN_STATES + CHOICES + WEIGHTS + SIZES)
-    of_update = (2 + 1 + 2) * HIDDEN_STATES + 2 * CHOICES + 3 * WEIGHTS + 2 * SIZES
+    of_update = (2 + 1 + 2) * HIDDEN_STATES + CHOICES + 3 * WEIGHTS + SIZES
     assert found.update_traffic.received["experts"] == LAYERS * of_update
     assert measure(work(tmp_path, ParallelDims(shard=2))).traffic.received["experts"] == 0
 
@@ -122,7 +122,7 @@ def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Pa
         assert sum(getattr(stage, number) for stage in stages) == pytest.approx(getattr(whole, number), rel=0.01)
     for number in ("traffic", "update_traffic"):
         of_stages = [getattr(stage, number).received["experts"] for stage in stages]
-        assert sum(of_stages) == getattr(whole, number).received["experts"], number
+        assert sum(of_stages) == getattr(whole, number).received["experts"] > 0, number
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

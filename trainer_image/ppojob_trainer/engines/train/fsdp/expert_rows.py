@@ -57,8 +57,9 @@ class Rows:
         return cls(order, order // num_choices, of_tokens, functional.pad(ends_T[:-1], (1, 0))[: len(ends_T)])
 
     def first(self, num_rows: int) -> Rows:
-        """Return the first rows alone: as many as choices have one."""
-        return Rows(self.choices[:num_rows], self.tokens[:num_rows], self.of_tokens[:num_rows], self.starts)
+        """Return the first rows alone: as many as choices have one. Copies, because a view keeps the others too."""
+        choices, tokens, of_tokens = (each[:num_rows].clone() for each in (self.choices, self.tokens, self.of_tokens))
+        return Rows(choices, tokens, of_tokens, self.starts.clone())
 
 
 def spread(tokens_TD: Tensor, rows: Rows) -> Tensor:

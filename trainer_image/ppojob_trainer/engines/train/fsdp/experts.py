@@ -119,17 +119,16 @@ def _apply(experts: Any, tokens_TD: Tensor, weights_TK: Tensor, plan: _Plan) -> 
 
 
 @contextmanager
-def plan_once(layer: nn.Module, plans: list[_Plan]) -> Iterator[None]:
-    """Let the experts of a layer plan their rows in the first computation of the layer, and use that in the second one.
+def plan_once(experts: nn.Module, plans: list[_Plan]) -> Iterator[None]:
+    """Let experts plan their rows in the first computation of their layer, and use that in the second one.
 
     The choices of both must be the same ones (`routing.choose_once`). The second computation then exchanges no sizes,
-    for which the host would wait, and sorts nothing. A plan takes 24 bytes for each row, and as many for each token
-    that is sent.
+    for which the host would wait, and sorts nothing. A plan takes 24 bytes for each row and for each token that is
+    sent, and 8 for each token that is here before and after the exchange.
 
     Args:
         plans: the same list for both computations, empty before the first one.
     """
-    ((_, experts),) = expert_modules(layer)
     setattr(experts, _PLANS, plans)
     try:
         yield

@@ -17,6 +17,7 @@ What is compiled chooses again: tracing knows no list that outlives a call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 
@@ -32,6 +33,16 @@ __all__ = ["ATTENTION_PART", "attention_part", "prepare_layer"]
 
 ATTENTION_PART: Final = "attention_part"
 """Name of a layer's attribute with its compiled first part; layers that are computed as a whole do not have it."""
+_MIXTURE: Final = "mixture"
+"""Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """The router and the experts of a layer: to search the layer for them takes a tenth of a millisecond."""
+
+    router: nn.Module
+    experts: nn.Module
 
 
 def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers_experts: bool) -> None:
@@ -43,10 +54,12 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
     if compiles and gathers_experts and any(expert_modules(layer)):
         setattr(layer, ATTENTION_PART, torch.compile(attention_part(recomputes=recomputes)))
         layer.recomputes = recomputes  # type: ignore[assignment]
+        _find_mixture(layer)
         layer.forward = MethodType(_in_parts, layer)
         return
     if recomputes:
-        keeps_choice = not compiles and any(routers_of(layer))
+        if keeps_choice := not compiles and any(routers_of(layer)):
+            _find_mixture(layer)
         layer.forward = MethodType(_recomputed_with_choice if keeps_choice else _recomputed, layer)
     if compiles:
         layer.compile()
@@ -55,6 +68,11 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
 def attention_part(*, recomputes: bool) -> Callable[..., Tensor]:
     """Return the function of a layer's first part, which is compiled."""
     return _recomputed_attention if recomputes else _attention
+
+
+def _find_mixture(layer: nn.Module) -> None:
+    (router,), ((_, experts),) = routers_of(layer), expert_modules(layer)
+    setattr(layer, _MIXTURE, _Mixture(router, experts))
 
 
 def _in_parts(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -82,7 +100,11 @@ def _normed(norm: Any, hidden_states: Tensor) -> Tensor:
         # Tensor-parallel: it computes with plain parts of its parameters.
         found: Tensor = norm(hidden_states)
         return found
-    return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
+
+
+def _rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return functional.rms_norm(hidden_states, weight.shape, weight, epsilon)
 
 
 # The checkpoints lie inside what is compiled: torch recomputes what it calls around compiled code without that code,
@@ -102,12 +124,13 @@ def _recomputed_with_choice(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _with_choice(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute a function of a layer with gradient checkpointing and one choice of experts."""
+    mixture: _Mixture = getattr(layer, _MIXTURE)
     # Of this call alone: other micro-batches of a pipeline come before its backward pass.
     chosen: list[Tensor] = []
     plans: list[Any] = []
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with choose_once(layer, chosen), plan_once(layer, plans):
+        with choose_once(mixture.router, chosen), plan_once(mixture.experts, plans):
             return function(layer, *args, **kwargs)
 
     return checkpoint(compute, *args, use_reentrant=False, **kwargs)

@@ -121,8 +121,31 @@ class Optimizer:
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    norms = [_full(torch.nn.utils.get_total_norm(group)) for group in _of_meshes(gradients)]
-    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    """Return the norm of gradients of which this rank has parts, float32 []. Collective.
+
+    One sum for each axis over which some are divided. torch's norm of DTensors makes the same sums, but warns at each
+    start that there are several, and computes with DTensors for each parameter.
+    """
+    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            found.setdefault((gradient.device_mesh, _axes_of(gradient)), []).append(gradient.to_local())
+        else:
+            found.setdefault((None, ()), []).append(gradient)
+    squares = []
+    for (mesh, axes), parts in found.items():
+        squared = torch.nn.utils.get_total_norm(parts).square()
+        for axis in axes:
+            assert mesh is not None
+            dist.all_reduce(squared, group=mesh.get_group(axis))
+        squares.append(squared)
+    return torch.stack(squares).sum().sqrt()
+
+
+def _axes_of(gradient: DTensor) -> tuple[int, ...]:
+    """Return the axes of the mesh over which a gradient is divided; ranks of the others have the same."""
+    assert all(placement.is_shard() or placement.is_replicate() for placement in gradient.placements)
+    return tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
 
 
 def _of_meshes(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -131,19 +154,3 @@ def _of_meshes(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return found.values()
-
-
-def _full(norm: Tensor) -> Tensor:
-    """Return a norm of all ranks from that of this rank's parts.
-
-    One sum for each axis of the mesh, as `full_tensor` does it, which warns at each start that it makes several.
-    """
-    if not isinstance(norm, DTensor):
-        return norm
-    squared = norm.to_local().square()
-    for axis, placement in enumerate(norm.placements):
-        if placement.is_partial():
-            dist.all_reduce(squared, group=norm.device_mesh.get_group(axis))
-        else:
-            assert placement.is_replicate(), "a norm is one number"
-    return squared.sqrt()

@@ -124,13 +124,12 @@ def replay_experts(backbone: nn.Module, experts: Tensor | None) -> None:
 
 
 @contextmanager
-def choose_once(layer: nn.Module, chosen: list[Tensor]) -> Iterator[None]:
-    """Let the router of a layer choose in the first computation of the layer, and the same in the second one.
+def choose_once(router: nn.Module, chosen: list[Tensor]) -> Iterator[None]:
+    """Let a router choose in the first computation of its layer, and the same in the second one.
 
     Args:
         chosen: the same list for both computations, empty before the first one.
     """
-    (router,) = routers_of(layer)
     setattr(router, _CHOSEN, chosen)
     try:
         yield
