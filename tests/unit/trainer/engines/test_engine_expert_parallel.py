@@ -63,7 +63,7 @@ def test_each_rank_holds_whole_experts_and_computes_in_bfloat16(parallel: Parall
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_frozen_experts_compute_as_trained_ones_in_bfloat16(tmp_path: Path, family: str) -> None:
-    """FSDP gathers those that are trained, and leaves those that are frozen and in the computation's dtype."""
+    """FSDP gathers those that are trained, and leaves those that are frozen."""
     path = save_tiny_experts(tmp_path / "model", torch.bfloat16, family)
 
     run_ranks(ParallelDims(shard=2, expert=2), path, tmp_path, in_bfloat16)

@@ -60,9 +60,9 @@ disable_progress_bar()  # type: ignore[no-untyped-call]
 class LoadOptions:
     """How a model is loaded. `dtype` is that of the computation; gradient sums and what is trained are float32.
 
-    is_frozen: nothing is trained; lora: only adapters are. Frozen weights stay in the computation's dtype if the
-    checkpoint has them so. stays_gathered: the layers are gathered once, several in one message, and freed by `reshard`
-    alone.
+    is_frozen: nothing is trained; lora: only adapters are. Frozen weights are loaded in `dtype`, whatever the
+    checkpoint has: that is what is computed with. stays_gathered: the layers are gathered once, several in one message,
+    and freed by `reshard` alone.
     """
 
     trust_remote_code: bool = False
@@ -215,11 +215,12 @@ def _initial_adapters(
 def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
     """Build the architecture without memory, in the dtype of its parameters."""
     config.use_cache = False
-    is_kept = (options.is_frozen or options.lora is not None) and config.dtype == options.dtype
+    is_frozen = options.is_frozen or options.lora is not None
     with without_memory():
         model: PreTrainedModel = auto.from_config(
             config,
-            dtype=options.dtype if is_kept else torch.float32,
+            # In another dtype, each use would make a copy in this one.
+            dtype=options.dtype if is_frozen else torch.float32,
             attn_implementation=IMPLEMENTATION,
             experts_implementation=EXPERTS_IMPLEMENTATION,
             trust_remote_code=options.trust_remote_code,
@@ -227,7 +228,7 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
     model.tie_weights()
     _keep_in_float32(model)
     add_counts(model)
-    if options.is_frozen or options.lora is not None:
+    if is_frozen:
         model.requires_grad_(False)
     return model
 
