@@ -8,7 +8,7 @@ linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -267,16 +267,16 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
         )
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
+    left = ready_parameters(module, parallel, precision)
     messages: Iterable[list[nn.Module]] = ([layer] for layer in layers)
     if options.stays_gathered:
         # A pass computes one stage of a rank, and its layers are not next to those of another.
-        messages = chain.from_iterable(layers_of_messages(run, options.dtype) for run in runs)
-    shard = partial(fully_shard, mesh=parallel.mesh, mp_policy=precision)
-    left = ready_parameters([module], precision) if parallel.dims.fsdp == 1 else set()
+        messages = chain.from_iterable(layers_of_messages(run, options.dtype, left) for run in runs)
+    shard = partial(fully_shard, mesh=parallel.mesh, mp_policy=precision, ignored_params=left)
     for together in messages:
-        left |= shard_experts(together, parallel, precision, stays_gathered=options.stays_gathered)
-        shard(together, reshard_after_forward=is_freed, ignored_params=left)
-    sharded = shard(module, ignored_params=left)
+        shard_experts(together, parallel, precision, left, stays_gathered=options.stays_gathered)
+        shard(together, reshard_after_forward=is_freed)
+    sharded = shard(module)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
 
@@ -297,13 +297,16 @@ def _layers(backbone: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def layers_of_messages(layers: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[list[nn.Module]]:
-    """Yield the layers in order, in groups of about `MESSAGE_BYTES`."""
+def layers_of_messages(
+    layers: Iterable[nn.Module], dtype: torch.dtype, left: Set[nn.Parameter] = frozenset()
+) -> Iterator[list[nn.Module]]:
+    """Yield the layers in order, in groups of about `MESSAGE_BYTES`, without the parameters of `left`: no message has
+    them."""
     together: list[nn.Module] = []
     size = 0
     for layer in layers:
         together.append(layer)
-        size += sum(local(parameter).numel() for parameter in layer.parameters()) * dtype.itemsize
+        size += sum(local(one).numel() for one in layer.parameters() if one not in left) * dtype.itemsize
         if size >= MESSAGE_BYTES:
             yield together
             together, size = [], 0
