@@ -114,9 +114,7 @@ def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:
             divide_parameters(experts, peers.mesh, lambda _: Shard(0))
 
 
-def ready_parameters(
-    module: nn.Module, parallel: ParallelMesh, precision: MixedPrecisionPolicy
-) -> set[nn.Parameter]:
+def ready_parameters(module: nn.Module, parallel: ParallelMesh, precision: MixedPrecisionPolicy) -> set[nn.Parameter]:
     """Return the parameters that FSDP leaves as they are: whole on this rank, not trained, in the computation's dtype.
 
     FSDP would gather them from this rank alone, into a second copy. Before it shards the module.
