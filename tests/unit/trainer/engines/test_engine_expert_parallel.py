@@ -107,7 +107,7 @@ def test_frozen_experts_that_are_not_gathered_do_not_keep_layers_apart(tmp_path:
 def test_a_message_counts_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here 200 bytes of each layer, beside 800 that are left."""
     layers = [nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(40, 10, bias=False)) for _ in range(5)]
-    left = {layer[1].weight for layer in layers}
+    left = {layer.get_parameter("1.weight") for layer in layers}
     monkeypatch.setattr(model_module, "MESSAGE_BYTES", 400)
 
     found = [len(together) for together in layers_of_messages(layers, torch.bfloat16, left)]

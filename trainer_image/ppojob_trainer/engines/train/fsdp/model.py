@@ -298,7 +298,7 @@ def _layers(backbone: nn.Module) -> nn.ModuleList:
 
 
 def layers_of_messages(
-    layers: Iterable[nn.Module], dtype: torch.dtype, left: Set[nn.Parameter] = frozenset()
+    layers: Iterable[nn.Module], dtype: torch.dtype, left: Set[nn.Parameter]
 ) -> Iterator[list[nn.Module]]:
     """Yield the layers in order, in groups of about `MESSAGE_BYTES`, without the parameters of `left`: no message has
     them."""
