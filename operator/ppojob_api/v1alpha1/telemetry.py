@@ -49,6 +49,6 @@ class TelemetrySpec(ApiModel):
     """Port of the head pod that serves the metrics of the last step at `/metrics`; 0: none."""
     samples_per_step: int = Field(default=4, ge=0, le=64)
     """Number of responses, with prompt and score, to keep of each step and validation, in samples.jsonl and in the log
-    of reward-0 (data-0 if only a model scores)."""
+    of data-0."""
     profile: ProfileSpec | None = None
     """Steps to profile with torch's profiler. Absent: none."""

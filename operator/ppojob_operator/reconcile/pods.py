@@ -67,7 +67,7 @@ def pools_ready(situation: Situation) -> PoolsFinding:
             desired_nodes=pool.nodes,
             ready_nodes=num_ready[pool.name],
             gpus=pool.gpus,
-            message=trouble.message if (trouble := troubles[pool.name]) else None,
+            message=_joined([trouble]) if (trouble := troubles[pool.name]) else None,
         )
         for pool in pools
     )
@@ -86,15 +86,14 @@ def released(situation: Situation, finding: Finding) -> PoolsFinding:
 
 @dataclass(frozen=True)
 class _PlacedTrouble:
-    """A problem, and the words before it that say where it is: `head: `, `pool actor: `, or the pool's requests."""
+    """A problem and where it is.
+
+    place: `head`, `pool actor`, or a sentence on the pool's requests (`is_sentence`); empty for all pods.
+    """
 
     place: str
     trouble: Trouble
-
-    @property
-    def message(self) -> str:
-        """The place, then the problem."""
-        return f"{self.place}{self.trouble.message[:_MAX_WORDS]}"
+    is_sentence: bool = False
 
 
 def _finding(situation: Situation, troubles: list[_PlacedTrouble], num_ready: dict[str, int]) -> Finding:
@@ -105,7 +104,7 @@ def _finding(situation: Situation, troubles: list[_PlacedTrouble], num_ready: di
     if without_pods := _without_pods(situation, cluster):
         return without_pods
     if head is not None and head.trouble is not None and not head.is_ready:
-        troubles = [_PlacedTrouble("head: ", head.trouble), *troubles]
+        troubles = [_PlacedTrouble("head", head.trouble), *troubles]
     not_ready = _not_ready(situation, num_ready)
     if not_ready and cluster.problem:
         words = f"KubeRay cannot create all pods: {cluster.problem[:_MAX_WORDS]}"
@@ -129,11 +128,16 @@ def _joined(troubles: list[_PlacedTrouble]) -> str:
     groups: dict[str, list[_PlacedTrouble]] = {}
     for each in troubles:
         groups.setdefault(each.trouble.message, []).append(each)
-    messages = []
-    for *others, last in groups.values():
-        separator = ", " if last.place.endswith(": ") else "; "
-        messages.append("".join(f"{each.place[:-2]}{separator}" for each in others) + last.message)
-    return "; ".join(messages)
+    return "; ".join(_message(group) for group in groups.values())
+
+
+def _message(group: list[_PlacedTrouble]) -> str:
+    """Return all places of a problem, and the problem."""
+    problem = group[0].trouble.message[:_MAX_WORDS]
+    places = [each.place for each in group if each.place]
+    if any(each.is_sentence for each in group):
+        return "; ".join([*places, problem])
+    return f"{', '.join(places)}: {problem}" if places else problem
 
 
 def _ready_words(situation: Situation, num_ready: dict[str, int]) -> str:
@@ -184,21 +188,24 @@ def _pool_trouble(pool: Pool, pods: list[Pod]) -> _PlacedTrouble | None:
     if not troubles:
         return None
     trouble, _ = max(troubles.items(), key=lambda item: (-_SEVERITY.index(item[0].reason), item[1]))
-    return _PlacedTrouble(_place(pool, trouble), trouble)
+    if requests := _requests(pool, trouble):
+        return _PlacedTrouble(f"pool {pool.name} requests {requests}", trouble, is_sentence=True)
+    return _PlacedTrouble(f"pool {pool.name}", trouble)
 
 
-def _place(pool: Pool, trouble: Trouble) -> str:
+def _requests(pool: Pool, trouble: Trouble) -> str:
+    """Return what each pod of the pool requests and the scheduler does not find; empty for any other problem."""
     each = pool.resources_per_gpu
     if trouble.reason == Reason.INSUFFICIENT_GPUS:
-        return f"pool {pool.name} requests {' and '.join(_devices(pool))} per node; "
-    if trouble.reason == Reason.UNSCHEDULABLE:
-        requests = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
-        if devices := _devices(pool):
-            requests.insert(0, f"{', '.join(devices)},")
-        selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
-        where = f" on nodes with {selector}" if selector else ""
-        return f"pool {pool.name} requests {' '.join(requests)} per node{where}; "
-    return f"pool {pool.name}: "
+        return f"{' and '.join(_devices(pool))} per node"
+    if trouble.reason != Reason.UNSCHEDULABLE:
+        return ""
+    requests = [f"{times(each.cpu, pool.gpus_per_node)} cpu and {times(each.memory, pool.gpus_per_node)} memory"]
+    if devices := _devices(pool):
+        requests.insert(0, f"{', '.join(devices)},")
+    selector = ", ".join(f"{name}={value}" for name, value in pool.node_selector.items())
+    where = f" on nodes with {selector}" if selector else ""
+    return f"{' '.join(requests)} per node{where}"
 
 
 def _devices(pool: Pool) -> list[str]:

@@ -11,17 +11,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from ray.cluster_utils import Cluster
 
 from ppojob_api.v1alpha1.progress import FailureRecord
 from ppojob_api.v1alpha1.resolve import JobFile
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.main.connection import local_resources
+from tests.integration.trainer.ray_clusters import new_cluster
 from tests.integration.trainer.runs import log_of
 
 RESUMED = ": resuming after step "
@@ -35,15 +34,11 @@ def separate_ray(spec: PPOJobSpec) -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         # As `connected` sets it: processes without a share of a GPU see the GPUs.
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        started: Any = Cluster(  # type: ignore[no-untyped-call]
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 2,
-                "num_gpus": sum(pool.gpus for pool in spec.pools) if spec.device is Device.CUDA else 0,
-                "include_dashboard": False,
-                "resources": local_resources(spec),
-                "object_store_memory": 2**30,
-            },
+        started = new_cluster(
+            num_cpus=2,
+            num_gpus=sum(pool.gpus for pool in spec.pools) if spec.device is Device.CUDA else 0,
+            resources=local_resources(spec),
+            object_store_memory=2**30,
         )
         patch.setenv("RAY_ADDRESS", started.address)
         try:

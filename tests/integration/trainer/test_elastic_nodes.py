@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ray.cluster_utils import Cluster
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -45,7 +44,7 @@ from tests.integration.trainer.light_engines import (
     limit_parts,
     response_of,
 )
-from tests.integration.trainer.test_pools_over_nodes import started
+from tests.integration.trainer.ray_clusters import new_cluster, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -95,8 +94,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     # Ray asks a node's health every 3 s, and believes in its loss after 5 answers.
     monkeypatch.setenv("RAY_health_check_period_ms", "1000")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-    head = {"num_cpus": 2, "resources": {"pool_actor": 1}, "include_dashboard": False}
-    cluster: Any = started(lambda: Cluster(initialize_head=True, head_node_args=head))  # type: ignore[no-untyped-call]
+    cluster = new_cluster(num_cpus=2, resources={"pool_actor": 1})
     try:
         found = Nodes(cluster)
         found.add()

@@ -6,14 +6,12 @@ Two pools of two pods with two workers each. On which host a pod is, Ray does no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -24,6 +22,7 @@ from ppojob_trainer.worker_groups.errors import PoolNotPlacedError
 from ppojob_trainer.worker_groups.launch import Launcher, wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool, place
 from tests.bad_specs import GOOD
+from tests.integration.trainer.ray_clusters import new_cluster, started
 from tests.integration.trainer.ray_workers import SumWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
@@ -40,24 +39,12 @@ def spec_of(actor_nodes: int) -> PPOJobSpec:
     return resolve(parse_spec({**GOOD["spec"], "device": "CPU", "pools": pools}))
 
 
-def started(start: Callable[[], Any]) -> Any:
-    """Start a Ray node, once more where a busy machine took longer than the 30 s that Ray gives it."""
-    try:
-        return start()
-    except Exception as error:
-        # Ray raises a bare Exception here.
-        if "timed out during startup" not in str(error):
-            raise
-        return start()
-
-
 @pytest.fixture(scope="module")
 def pods() -> Iterator[dict[str, list[str]]]:
     """The Ray nodes of each pool's pods; the pools' pods join by turns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        head = {"num_cpus": 0, "include_dashboard": False}
-        cluster: Any = started(lambda: Cluster(initialize_head=True, head_node_args=head))  # type: ignore[no-untyped-call]
+        cluster = new_cluster(num_cpus=0)
         try:
             nodes: dict[str, list[str]] = {"actor": [], "critic": []}
             for name in ("actor", "critic") * 2:

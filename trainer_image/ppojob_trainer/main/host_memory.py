@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.main.memory_fit import gpus_of_a_stage
-from ppojob_trainer.main.memory_remedies import offloads_that_fit
+from ppojob_trainer.main.memory_remedies import remedies_of_offloads
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = ["OF_A_PROCESS", "HostNeed", "host_needs", "saves_in_background"]
@@ -81,7 +81,7 @@ def saves_in_background(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> tup
         if offloaded > total:
             raise ModelMismatchError(
                 f"host {host} cannot hold the offloaded tensors: it has {total / _GB:.1f} GB, and "
-                f"{offloaded / _GB:.1f} GB are needed: {parts}. {offloads_that_fit(spec, list(offloading), sizes)}"
+                f"{offloaded / _GB:.1f} GB are needed: {parts}. {remedies_of_offloads(spec, list(offloading), sizes)}"
             )
         staged = sum(need.staged for need in roles)
         needed = offloaded + staged + OF_A_PROCESS * sum(need.num_processes for need in roles)

@@ -23,7 +23,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.main.memory_remedies import models_that_fit, passes_that_fit
+from ppojob_trainer.main.memory_remedies import remedies_of_models, remedies_of_passes
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = [
@@ -323,7 +323,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
             raise ModelMismatchError(
                 f"pool {pool} cannot hold its models: each GPU has {gpu_bytes / _GB:.1f} GB, and at least "
                 f"{least / _GB:.1f} GB are needed at the same time, before any activations: {'; '.join(parts)}. "
-                + models_that_fit(spec, pool, names, sizes, is_engine=_is_of_engine(spec, pool, found, gpu_bytes))
+                + remedies_of_models(spec, pool, names, sizes, is_engine=_is_of_engine(spec, pool, found, gpu_bytes))
             )
         # Models that stay gathered use only memory that is left over.
         gathered = {need.role: need.gathered for need in roles if asked.get(base_role(need.role)) is False}
@@ -335,7 +335,7 @@ def check_memory(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> list[str]:
             warnings.append(
                 f"pool {pool} may run out of memory if micro-batches are full: each GPU has {gpu_bytes / _GB:.1f} "
                 f"GB and about {full / _GB:.1f} GB are needed at the same time: {'; '.join(parts)}; activations at "
-                f"maxTokensPerGPU {activations}. {passes_that_fit(spec, names, sizes, gathered)}"
+                f"maxTokensPerGPU {activations}. {remedies_of_passes(spec, names, sizes, gathered)}"
             )
     return warnings
 

@@ -15,7 +15,7 @@ from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["has_large_adapters", "models_that_fit", "offloads_that_fit", "passes_that_fit"]
+__all__ = ["has_large_adapters", "remedies_of_models", "remedies_of_offloads", "remedies_of_passes"]
 
 _OF_ADAPTER, _OF_FROZEN = 16, 2
 """Bytes of a parameter of an adapter, with gradient and moments, and of a frozen parameter."""
@@ -23,7 +23,7 @@ _NOTABLE = 0.05
 """Smaller adapters are proposed if theirs take this share of the memory of the frozen weights."""
 
 
-def models_that_fit(
+def remedies_of_models(
     spec: PPOJobSpec, pool: str, roles: Sequence[str], sizes: Mapping[str, ModelSize], *, is_engine: bool
 ) -> str:
     """Return a sentence on a pool that cannot hold its models.
@@ -46,7 +46,7 @@ def models_that_fit(
     return _sentence([*found, *_other_adapters(spec, roles, sizes)])
 
 
-def passes_that_fit(
+def remedies_of_passes(
     spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize], gathered: Iterable[str]
 ) -> str:
     """Return a sentence on a pool without room for full micro-batches.
@@ -65,7 +65,7 @@ def passes_that_fit(
     return _sentence([*found, "give the pool more GPUs", *_other_adapters(spec, roles, sizes)])
 
 
-def offloads_that_fit(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> str:
+def remedies_of_offloads(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[str, ModelSize]) -> str:
     """Return a sentence on a host that cannot hold what these roles offload."""
     fields = dict.fromkeys(f"model.{base_role(role)}.offload" for role in roles)
     return _sentence(

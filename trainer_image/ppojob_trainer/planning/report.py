@@ -254,10 +254,11 @@ def phases_beyond_limit(plan: Plan, network: float | None = None) -> Iterator[st
 
 
 def _ranges(compared: Sequence[Compared]) -> Table:
-    table = _table("error against measured runs (each: --errors)", "least", "most", "numbers")
+    table = _table("error against measured runs (each: --errors)", "error", "numbers")
     for kind in dict.fromkeys(one.kind for one in compared):
         errors = [one.error for one in compared if one.kind == kind]
-        table.add_row(kind, f"{min(errors):+.0%}", f"{max(errors):+.0%}", str(len(errors)))
+        bounds = dict.fromkeys(round(100 * error) for error in (min(errors), max(errors)))
+        table.add_row(kind, " to ".join(f"{bound:+d}%" for bound in bounds), str(len(errors)))
     return table
 
 

@@ -35,8 +35,9 @@ class Keys:
     DATA_SOURCE: Final = "data_source"
     GROUND_TRUTH: Final = "ground_truth"
     EXTRA_INFO: Final = "extra_info"
-    # Non-tensor: why the reward function gave no score, "" where it did. Absent with onError Fail.
+    # Non-tensors of the reward function: why it gave no score, "" where it did; a dict of what it returned beside it.
     REWARD_ERROR: Final = "reward_error"
+    REWARD_EXTRAS: Final = "reward_extras"
     # Non-tensors: identity. UID names the prompt's occurrence (all samples of one prompt share it: the group of GRPO
     # and RLOO), INDEX the row of the source, SAMPLE_INDEX which of the prompt's samples a sequence is.
     UID: Final = "uid"

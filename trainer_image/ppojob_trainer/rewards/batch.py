@@ -45,11 +45,8 @@ class Scored:
 
     @property
     def extras(self) -> list[dict[str, Extra]]:
-        """What the function returned beside each score, and its failure as `error`."""
-        return [
-            result.extras if result.error is None else {**result.extras, "error": result.error}
-            for result in self.results
-        ]
+        """What the function returned beside each score."""
+        return [result.extras for result in self.results]
 
     @property
     def errors(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Some responses with prompt and score, for people: `samples.jsonl` in the job's folder, and a table in the log.
 
-Rank 0 of the reward workers writes them, because text and score are there anyway; if only a model scores, the data's
-process does, because no copy of the model may have scored enough of them. No text goes through the controller. A run
-that resumes does the steps after its checkpoint again, and writes them again: the last lines of a step count.
+The data's process writes them, because no reward worker may have scored enough of them: it fetches these rows alone,
+so no text goes through the controller. A run that resumes does the steps after its checkpoint again, and writes them
+again: the last lines of a step count.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ppojob_trainer.protocol import DataProto, Keys, Ragged, responses_to_lists
+from ppojob_trainer.protocol import DataProto, Keys, Ragged
 from ppojob_trainer.rewards.batch import Decoder
 
-__all__ = ["Sample", "SampleLog", "samples_of", "spaced_rows"]
+__all__ = ["Sample", "SampleLog", "sampled_rows", "samples_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,14 @@ class SampleLog:
             logger.warning("the samples of step %d are not in %s: %s", step, self._path, error)
 
 
-def spaced_rows(num_rows: int, number: int) -> list[int]:
-    """Return `number` rows of a batch at equal distances, or all where there are not as many."""
+def sampled_rows(num_rows: int, number: int, failed: Sequence[int] = ()) -> list[int]:
+    """Return `number` rows of a batch, or all where there are not as many.
+
+    Those of `failed` come first; the others are at equal distances.
+    """
     number = max(0, min(number, num_rows))
-    return [row * num_rows // number for row in range(number)]
+    spaced = [row * num_rows // number for row in range(number)]
+    return [*failed, *(row for row in spaced if row not in failed)][:number]
 
 
 def samples_of(
@@ -88,14 +92,13 @@ def samples_of(
         scores: their sum over a row is the response's score.
         extras: what the reward function returned beside each score; empty for none.
     """
-    failed = [row for row, extra in enumerate(extras) if "error" in extra][:number]
-    spaced = spaced_rows(len(batch), number)
-    rows = [*failed, *(row for row in spaced if row not in failed)][: max(number, 0)]
+    rows = sampled_rows(len(batch), number, [row for row, extra in enumerate(extras) if "error" in extra])
     if not rows:
         return []
     shown = batch[rows]
     prompts = decoder.batch_decode(shown.prompts().to_lists())
-    responses = decoder.batch_decode(responses_to_lists(shown.responses(), shown.ragged(Keys.RESPONSE_MASK)))
+    # All tokens, because the mask of a dropped response is 0.
+    responses = decoder.batch_decode(shown.responses().to_lists())
     totals = scores.sums().tolist()
     return [
         Sample(

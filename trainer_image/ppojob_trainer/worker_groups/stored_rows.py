@@ -45,7 +45,7 @@ class StoredRows:
 
     num_rows: rows of this result, copies included. sums: for each row, the number of tokens of input_ids, and the sums
     of response_mask and of the scores, if the batch has them; of rollout_versions the first value, and `NEWER_TOKENS`,
-    the number of values above it.
+    the number of values above it; of reward_error 1 if there is one, else 0.
     """
 
     columns: Mapping[str, StoredColumn]
@@ -124,4 +124,6 @@ def _sums(batch: DataProto) -> dict[str, list[float]]:
         sums[NEWER_TOKENS] = versions.with_values(versions.values > first[versions.row_of]).sums().tolist()
     if Keys.INPUT_IDS in batch.columns:
         sums[Keys.INPUT_IDS] = batch.ragged(Keys.INPUT_IDS).lengths.double().tolist()
+    if Keys.REWARD_ERROR in batch:
+        sums[Keys.REWARD_ERROR] = [float(bool(error)) for error in batch.array(Keys.REWARD_ERROR)]
     return sums

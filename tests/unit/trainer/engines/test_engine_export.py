@@ -22,6 +22,7 @@ from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, PlannedF
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto
 from tests.unit.trainer.engines import option_ranks
+from tests.unit.trainer.engines.peer_ranks import Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.two_ranks import make_policy
 
@@ -139,20 +140,20 @@ def export_without_adapters(parallel: ParallelMesh, model: Path, batch: DataProt
 
 
 @pytest.mark.slow
-def test_if_the_adapters_cannot_be_written_no_rank_waits_for_more_of_them(model_path: Path, tmp_path: Path) -> None:
-    run_ranks(ParallelDims(shard=2), model_path, tmp_path, export_without_adapters)
-    for rank in range(2):
+@pytest.mark.parametrize(
+    ("num_ranks", "work", "failed"),
+    [(2, export_without_adapters, 0), (3, failing_export, 1)],
+    ids=["adapters", "weights"],
+)
+def test_if_one_rank_cannot_write_all_say_so_and_none_waits(
+    model_path: Path, tmp_path: Path, num_ranks: int, work: Work, failed: int
+) -> None:
+    run_ranks(ParallelDims(shard=num_ranks), model_path, tmp_path, work)
+    for rank in range(num_ranks):
         said = torch.load(tmp_path / f"rank-{rank}.pt")["said"]
-        assert "export cannot be written: rank 0: [Errno 28] No space left on device" in said
-
-
-@pytest.mark.slow
-def test_if_one_rank_cannot_write_all_say_so_and_there_is_no_index(model_path: Path, tmp_path: Path) -> None:
-    run_ranks(ParallelDims(shard=3), model_path, tmp_path, failing_export)
-    for rank in range(3):
-        said = torch.load(tmp_path / f"rank-{rank}.pt")["said"]
-        assert "export cannot be written: rank 1: [Errno 28] No space left on device" in said
+        assert f"export cannot be written: rank {failed}: [Errno 28] No space left on device" in said
     names = {file.name for file in (tmp_path / "export").iterdir()}
-    assert "model-00001-of-00009.safetensors" in names
-    assert "model-00002-of-00009.safetensors" not in names
     assert not {"model.safetensors.index.json", "config.json"} & names
+    if work is failing_export:
+        assert "model-00001-of-00009.safetensors" in names
+        assert "model-00002-of-00009.safetensors" not in names

@@ -26,7 +26,7 @@ from ppojob_trainer.engines.train.pipeline import PipelinePeers
 from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
-from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine
+from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
 from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_router_biases
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
@@ -121,10 +121,12 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def make_policy(parallel: ParallelMesh, path: Path, lora: LoRA | None = None) -> FSDPEngine:
+def make_policy(
+    parallel: ParallelMesh, path: Path, lora: LoRA | None = None, dtype: torch.dtype = torch.float32
+) -> FSDPEngine:
     training = ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=40)
     model = ActorModel(path=str(path), lora=lora)
-    return policy_engine(parallel, model, training, AlgorithmSpec(), total_steps=9, dtype=torch.float32)
+    return policy_engine(parallel, model, training, AlgorithmSpec(), total_steps=9, dtype=dtype)
 
 
 def plain(auto: Any, path: Path, batch: DataProto) -> Any:
@@ -148,6 +150,19 @@ def test_log_probs_equal_those_of_the_familys_own_logits(parallel: ParallelMesh,
         name for name, value in engine.module.named_parameters() if torch.equal(value.full_tensor(), before[name])
     ]
     assert not unchanged
+
+
+def test_frozen_weights_compute_in_bfloat16_as_trained_ones(
+    parallel: ParallelMesh, path: Path, batch: DataProto
+) -> None:
+    """Both are float32 in the file. Frozen ones are rounded when they are loaded, trained ones at each use."""
+    trained, reference = (
+        make_policy(parallel, path, dtype=torch.bfloat16),
+        reference_engine(parallel, str(path), max_tokens_per_gpu=40, dtype=torch.bfloat16),
+    )
+    assert {value.dtype for value in trained.module.parameters()} == {torch.float32}
+    found = (engine.forward(batch).padded(Keys.OLD_LOG_PROBS) for engine in (trained, reference))
+    torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
 def test_values_are_of_the_same_backbone(parallel: ParallelMesh, path: Path, batch: DataProto) -> None:

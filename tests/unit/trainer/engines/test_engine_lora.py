@@ -95,14 +95,17 @@ def test_only_adapters_have_gradients_and_moments(parallel: ParallelMesh, model_
     assert len(changed) == len(engine.optimizer.adamw.state) == 28
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_adapters", [True, False])
 def test_a_rank_that_has_frozen_weights_whole_computes_with_them_and_no_copy(
-    parallel: ParallelMesh, model_path: Path, batch: DataProto, has_adapters: bool
+    parallel: ParallelMesh, model_path: Path, batch: DataProto, has_adapters: bool, dtype: torch.dtype
 ) -> None:
+    """Also if the file has another dtype: this one has float32."""
     if has_adapters:
-        engine = make_policy(parallel, model_path)
+        actor = ActorModel(path=str(model_path), lora=ADAPTERS)
+        engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=dtype)
     else:
-        engine = reference_engine(parallel, str(model_path), max_tokens_per_gpu=64, dtype=torch.float32)
+        engine = reference_engine(parallel, str(model_path), max_tokens_per_gpu=64, dtype=dtype)
 
     def places() -> dict[str, int]:
         named = engine.module.named_parameters()
@@ -228,10 +231,18 @@ def test_frozen_weights_have_no_gradient_of_their_own_to_count(parallel: Paralle
     assert adapted == 4 * (10 * matrices + 5 * output) + 6 * 10 * adapters
 
 
-def test_frozen_weights_keep_the_dtype_of_their_file(parallel: ParallelMesh, model_path: Path, tmp_path: Path) -> None:
-    path = tmp_path / "bfloat16"
-    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(path)
-    actor = ActorModel(path=str(path), lora=ADAPTERS)
-    engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1)
-    dtypes = {is_adapter(name): value.dtype for name, value in engine.module.named_parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_frozen_weights_are_loaded_in_the_computations_dtype_from_any_file(
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path, dtype: torch.dtype, has_adapters: bool
+) -> None:
+    path = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).save_pretrained(path)
+    if has_adapters:
+        actor = ActorModel(path=str(path), lora=ADAPTERS)
+        engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1, dtype=torch.bfloat16)
+    else:
+        engine = reference_engine(parallel, str(path), max_tokens_per_gpu=64, dtype=torch.bfloat16)
+    named = list(engine.module.named_parameters())
+    assert {value.dtype for name, value in named if not is_adapter(name)} == {torch.bfloat16}
+    assert {value.dtype for name, value in named if is_adapter(name)} == ({torch.float32} if has_adapters else set())

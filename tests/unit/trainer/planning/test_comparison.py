@@ -1,13 +1,16 @@
 """The stored comparison is of the runs as they are written down; computed again, it is the same."""
 
+import io
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ppojob_trainer.planning import comparison
+from ppojob_trainer.planning import comparison, report
 from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.measured_runs import RUNS
 from ppojob_trainer.planning.pool import KNOWN_ERROR
@@ -83,8 +86,27 @@ ROWS: dict[str, Callable[[Compared], bool]] = {
 @pytest.mark.parametrize("row", ROWS)
 def test_the_page_has_the_errors(row: str) -> None:
     errors = [one.error for one in stored()[0] if ROWS[row](one)]
-    least, most = (f"{100 * error:+.0f}".replace("+0", "0").replace("-0", "0") for error in (min(errors), max(errors)))
-    assert f"| {row} | {least} % to {most} % |" in PAGE.read_text(encoding="utf-8")
+    bounds = dict.fromkeys(round(100 * error) for error in (min(errors), max(errors)))
+    words = " to ".join(f"{bound:+d} %" if bound else "0 %" for bound in bounds)
+    assert f"| {row} | {words} |" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("planned", "words"),
+    [((97.0, 116.0), "-3% to +16%"), ((97.0,), "-3%"), ((97.2, 96.8), "-3%"), ((100.1, 99.9), "+0%")],
+)
+def test_the_report_has_a_range_only_if_its_ends_differ(planned: Sequence[float], words: str) -> None:
+    printed = io.StringIO()
+
+    Console(file=printed, width=120).print(
+        report._ranges([Compared("run", "step", "s", 100.0, one) for one in planned])
+    )
+
+    assert re.split(r" {2,}", printed.getvalue().splitlines()[1].strip()) == [
+        "seconds of a step",
+        words,
+        str(len(planned)),
+    ]
 
 
 def test_a_small_run_computed_again_has_the_stored_plan() -> None:

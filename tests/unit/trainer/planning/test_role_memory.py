@@ -88,6 +88,16 @@ def test_states_by_hand(tmp_path: Path) -> None:
     assert (frozen.gradients, frozen.optimizer, frozen.update) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(("kind", "lora"), [("ref", None), ("reward_model", None), ("actor", LoRA(rank=4))])
+def test_frozen_weights_take_bfloat16_whatever_their_file_has(tmp_path: Path, kind: str, lora: LoRA | None) -> None:
+    planned = work(tmp_path, kind=kind, lora=lora)
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        planned.config.dtype, planned.config.pad_token_id = dtype, 0
+        found.append(measure(planned))
+    assert found[1:] == found[:1] * 2
+
+
 def peak(folder: Path, dims: ParallelDims = ALONE, **options: Any) -> int:
     return measure(work(folder, dims, **options)).peak
 

@@ -117,6 +117,7 @@ class TestCheckLayout:
             "GROUND_TRUTH",
             "EXTRA_INFO",
             "REWARD_ERROR",
+            "REWARD_EXTRAS",
             "UID",
             "INDEX",
             "SAMPLE_INDEX",

@@ -74,7 +74,7 @@ def test_failures_are_kept_beside_the_scores_and_counted() -> None:
         ScoreResult(1.0),
     )
     assert found.scores.to_lists() == [[0, 0, -1], [0], []]
-    assert found.extras == [{"error": "it raised"}, {"error": "too slow"}, {}]
+    assert found.errors == ["it raised", "too slow", ""]
     assert found.kept.tolist() == [True, False, True]
     assert counts_of(found.results) == {"count/errors": [1.0], "count/timeouts": [1.0], "count/dropped": [1.0]}
 

@@ -137,6 +137,32 @@ def test_samples_of_a_step_that_only_a_model_scores_are_whole(folder: Path, monk
     ]  # fmt: skip
 
 
+def test_a_sample_has_what_the_function_returned_and_why_it_gave_no_score(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response of a dropped row is there, although its mask is 0."""
+    context = WorkerContext("data", 0, 1, 1, folder / "log", 1.0, run_folder=folder)
+    spec = {
+        **GOOD["spec"],
+        "model": {"actor": {"path": f"{folder}/model"}},
+        "data": {"train": {"files": {"paths": [f"{folder}/first.jsonl"]}}, "trainBatchSize": 8},
+    }
+    worker = DataWorker(context, parse_spec(spec))
+    worker.load()
+    monkeypatch.setattr(Words, "batch_decode", lambda self, sequences: list(map(str, sequences)), raising=False)
+    batch = scored([0.5, 0.0])
+    mask = batch.ragged(Keys.RESPONSE_MASK)
+    dropped = {Keys.RESPONSE_MASK: mask.with_values(torch.tensor([True, False]))}
+    texts: dict[str, list[Any]] = {Keys.REWARD_ERROR: ["", "it raised"], Keys.REWARD_EXTRAS: [{"length": 3}, {}]}
+
+    with within_phase(CurrentPhase("reward", "reward", 1, deadline=0.0)):
+        worker.write_samples(batch.with_fields(dropped, texts))
+
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [line["extras"] for line in lines] == [{"error": "it raised"}, {"length": "3"}]
+    assert [line["response"] for line in lines] == ["[2]", "[2]"]
+
+
 def scored(scores: list[float]) -> DataProto:
     """Return a batch of responses of one token, with these scores."""
     number = len(scores)

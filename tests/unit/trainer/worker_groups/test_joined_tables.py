@@ -10,6 +10,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.metrics import staleness_metrics
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups import stored_rows
+from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.reward import RewardGroup
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutOfStep
 from ppojob_trainer.worker_groups.stored_rows import rows_of_block
@@ -107,6 +108,13 @@ def test_the_controller_sees_how_old_the_weights_of_each_response_are(monkeypatc
     }
 
 
+def test_the_controller_sees_which_responses_have_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_rows, "_store_column", lambda column: None)
+    batch = DataProto.from_dict(rollout_batch([[1]] * 3, [[2]] * 3), {Keys.REWARD_ERROR: ["", "it raised", ""]})
+
+    assert stored_rows.store_rows(batch).sums[Keys.REWARD_ERROR] == [0.0, 1.0, 0.0]
+
+
 def test_sums_follow_their_columns() -> None:
     rollout = part(("a",), [0], [0], sums={Keys.RESPONSE_MASK: (7,), Keys.INPUT_IDS: (9,)})
     scores = part(("b",), [0], [0], sums={Keys.RESPONSE_MASK: (0,), Keys.TOKEN_LEVEL_SCORES: (0.5,)})
@@ -155,9 +163,31 @@ def test_samples_of_a_step_are_of_all_its_rows_whichever_copy_has_scored_them(
     assert all(len(table.sources) == 2 for table in written), "the scores come with the responses"
 
 
-def test_a_function_writes_samples_itself() -> None:
-    function: Any = object()
-    reward = RewardGroup(function, {}, parse_spec(GOOD["spec"]), never)
-    table = part(("a",), [0], [0])
+@pytest.mark.parametrize("num_workers", [1, 8, 16])
+def test_a_function_has_as_many_samples_with_any_number_of_workers(num_workers: int) -> None:
+    """With 16 workers the first one has no row, and with 8 it has one. Rows without a score come first."""
+    spec = parse_spec({**GOOD["spec"], "telemetry": {"samplesPerStep": 4}})
+    written: list[Table] = []
 
-    assert asyncio.run(reward.total(table)) == (table, {})
+    async def write(rows: Table) -> None:
+        written.append(rows)
+
+    function: Any = object()
+    reward = RewardGroup(function, {}, spec, write)
+    rollout = part(("responses",), [0] * 8, list(range(8)))
+    shares = spread(8, num_workers)
+    workers = [(worker, at) for worker, share in enumerate(shares) for at in range(len(share.rows))]
+    scores = part(
+        tuple(f"worker {number}" for number in range(num_workers)),
+        [worker for worker, _ in workers],
+        [at for _, at in workers],
+        sums={Keys.REWARD_ERROR: (0.0,) * 5 + (1.0, 0.0, 0.0)},
+        metrics={"source/a": [1.0] * 8},
+    )
+
+    batch = rollout.union(scores)
+    assert asyncio.run(reward.total(batch)) == (batch, {})
+    asyncio.run(reward.validate(rollout, [scores]))
+
+    found = [[int(row) for row in table.sources[0].position_of] for table in written]
+    assert found == [[5, 0, 2, 4]] * 2

@@ -236,11 +236,10 @@ class _Decoder:
 @pytest.mark.parametrize(
     ("role", "rank", "step", "number", "lines"),
     [
-        ("reward", 0, 4, 2, 2),
-        ("reward", 1, 4, 2, 0),
-        ("reward", 0, None, 2, 0),
-        ("reward", 0, 4, 0, 0),
         ("data", 0, 4, 2, 2),
+        ("data", 1, 4, 2, 0),
+        ("data", 0, None, 2, 0),
+        ("data", 0, 4, 0, 0),
     ],
 )
 def test_the_first_process_keeps_samples_of_its_step(
@@ -251,10 +250,11 @@ def test_the_first_process_keeps_samples_of_its_step(
     rows = rollout_batch([[1]] * 4, [[1] * 3] * 4)
     texts = {name: ["x"] * 4 for name in (Keys.SOURCE, Keys.DATA_SOURCE, Keys.GROUND_TRUTH)}
     numbers = {Keys.INDEX: [1] * 4, Keys.SAMPLE_INDEX: [0] * 4}
+    rows[Keys.TOKEN_LEVEL_SCORES] = Ragged.from_rows([[1.0] * 3] * 4, torch.float32)
     batch = DataProto.from_dict(rows, {**texts, **numbers})
 
     with within_phase(None if step is None else _phase(step)):
-        keeper.keep(batch, Ragged.from_rows([[1.0] * 3] * 4, torch.float32), _Decoder())
+        keeper.keep(batch, _Decoder())
 
     file = tmp_path / "samples.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.validation import parse_spec
@@ -20,6 +21,7 @@ from ppojob_trainer.engines.errors import (
     WeightLinkError,
     WeightReceiptError,
 )
+from ppojob_trainer.protocol import DataProto, Keys, Ragged
 from ppojob_trainer.telemetry import CurrentPhase, within_phase
 from ppojob_trainer.worker_groups import samples as kept_samples
 from ppojob_trainer.worker_groups.errors import NotRenewableError, SupersededError
@@ -186,12 +188,13 @@ def test_steps_that_are_scored_in_turns_have_their_samples_once(monkeypatch: pyt
         def write(self, samples: list[int], *, phase: str, step: int) -> None:
             written[phase, step] += len(samples)
 
+    scored = DataProto.from_dict({Keys.TOKEN_LEVEL_SCORES: Ragged.from_rows([[0.5]], torch.float32)})
     keeper._log = Log()  # type: ignore[assignment]
     keeper._number = 3
     monkeypatch.setattr(kept_samples, "samples_of", lambda batch, scores, decoder, number, extras: [0] * min(2, number))
     for name, step in [("reward", 7), ("reward", 8), ("testing", 6), ("reward", 7), ("reward", 8), ("reward", 7)]:
         with within_phase(CurrentPhase(name, "reward", step, deadline=0.0)):
-            keeper.keep(None, None, None)  # type: ignore[arg-type]
+            keeper.keep(scored, None)  # type: ignore[arg-type]
 
     assert written == {("reward", 7): 3, ("reward", 8): 3, ("testing", 6): 2}
 

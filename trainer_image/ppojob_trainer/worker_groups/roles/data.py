@@ -161,8 +161,7 @@ class DataWorker:
             prompts = dataset.batch(range(len(dataset)))
             self._validation = ReadPrompts.of(prompts, self.spec.rollout.validation.samples_per_prompt)
             names |= dataset.data_sources()
-        if not self.spec.reward.uses_function:
-            self._decoder = load_tokenizer(self.spec.model.actor)
+        self._decoder = load_tokenizer(self.spec.model.actor)
         self._loaded = LoadedData(sorted(names), self._loader.steps_per_epoch)
         return self._loaded
 
@@ -214,11 +213,11 @@ class DataWorker:
         """Return a batch of other processes, which is then stored by this one."""
         return batch
 
-    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=(*READ_BY_SAMPLES, Keys.TOKEN_LEVEL_SCORES))
+    @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_SAMPLES)
     def write_samples(self, batch: DataProto) -> Metrics:
         """Write these rows of a scored batch, or as many as the step may still have, into `samples.jsonl`."""
-        assert self._decoder is not None, "load() comes first, and no function scores"
-        self._samples.keep(batch, batch.ragged(Keys.TOKEN_LEVEL_SCORES), self._decoder)
+        assert self._decoder is not None, "load() comes first"
+        self._samples.keep(batch, self._decoder)
         return {}
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=ROLLOUT_COLUMNS)

@@ -7,13 +7,12 @@ replaces the rollout's mask, so advantages and losses leave these responses out.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ppojob_api.v1alpha1.reward import OnError, RewardWeights
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.protocol import DataProto, Keys, Meta, object_array
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Meta, object_array
 from ppojob_trainer.rewards import FunctionSource, RewardFunctionError, Scorer
 from ppojob_trainer.rewards.batch import (
     COUNT_PREFIX,
@@ -27,13 +26,12 @@ from ppojob_trainer.rewards.batch import (
     score_batch,
     scores_by_source,
 )
-from ppojob_trainer.rewards.samples import spaced_rows
+from ppojob_trainer.rewards.samples import sampled_rows
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
-from ppojob_trainer.worker_groups.samples import READ_BY_SAMPLES, SampleKeeper
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -48,13 +46,11 @@ class RewardWorker:
         self.spec = spec
         self._scorer: Scorer | None = None
         self._decoder: Decoder | None = None
-        self._samples = SampleKeeper(context, spec)
 
     def renew(self) -> None:
         """See `Renewable`: no score depends on an earlier one."""
         if self._decoder is None:
             raise NotRenewableError("the reward function was not loaded yet")
-        self._samples.renew()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, data_sources: Sequence[str]) -> None:
@@ -80,9 +76,12 @@ class RewardWorker:
         self._scorer.start(data_sources)
         self._decoder = load_tokenizer(self.spec.model.actor)
 
-    @register(dispatch=Dispatch.DP_COMPUTE_PROTO, reads=(*READ_BY_SAMPLES, Keys.EXTRA_INFO))
+    @register(
+        dispatch=Dispatch.DP_COMPUTE_PROTO,
+        reads=(*SEQUENCES, Keys.SOURCE, Keys.DATA_SOURCE, Keys.INDEX, Keys.GROUND_TRUTH, Keys.EXTRA_INFO),
+    )
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """Return the scores: token_level_scores, or function_scores if a model scores too.
+        """Return the scores, token_level_scores, or function_scores if a model scores too; reward_error, reward_extras.
 
         The metrics are the scores of each data source, the further numbers that the function returned, in a mixture for
         each source too, and the number of responses that it did not score.
@@ -92,7 +91,6 @@ class RewardWorker:
         """
         assert self._scorer is not None, "load() comes first"
         assert self._decoder is not None, "load() comes first"
-        reward = self.spec.reward
         scored = score_batch(batch, self._scorer, self._decoder)
         kept = scored.kept
         metrics = {
@@ -101,30 +99,23 @@ class RewardWorker:
             **numbers_by_source(batch, scored.extras),
             **counts_of(scored.results),
         }
-        if not reward.uses_model:
-            self._samples.keep(batch, scored.scores, self._decoder, scored.extras)
-        name = Keys.FUNCTION_SCORES if reward.uses_model else Keys.TOKEN_LEVEL_SCORES
-        tensors, on_error = {name: scored.scores}, _on_error(self.spec)
-        errors: dict[str, Any] = {}
-        if on_error is not OnError.FAIL:
-            errors = {Keys.REWARD_ERROR: object_array(scored.errors)}
-        if on_error is OnError.DROP:
+        name = Keys.FUNCTION_SCORES if self.spec.reward.uses_model else Keys.TOKEN_LEVEL_SCORES
+        tensors = {name: scored.scores}
+        if _on_error(self.spec) is OnError.DROP:
             mask = batch.ragged(Keys.RESPONSE_MASK)
             tensors[Keys.RESPONSE_MASK] = mask.with_values(mask.values & kept[mask.row_of])
-        return DataProto.from_dict(tensors, errors, meta_info={Meta.METRICS: metrics})
+        texts = {Keys.REWARD_ERROR: object_array(scored.errors), Keys.REWARD_EXTRAS: object_array(scored.extras)}
+        return DataProto.from_dict(tensors, texts, meta_info={Meta.METRICS: metrics})
 
     @register(
         dispatch=Dispatch.DP_COMPUTE_PROTO,
-        reads=(*READ_BY_SAMPLES, Keys.FUNCTION_SCORES, Keys.MODEL_SCORES, Keys.REWARD_ERROR),
+        reads=(Keys.RESPONSE_MASK, Keys.DATA_SOURCE, Keys.FUNCTION_SCORES, Keys.MODEL_SCORES),
     )
     def add_scores(self, batch: DataProto) -> DataProto:
         """Return token_level_scores, the weighted sum of function_scores and model_scores, with metrics of each."""
         of_function, of_model = batch.ragged(Keys.FUNCTION_SCORES), batch.ragged(Keys.MODEL_SCORES)
         sums = weighted(of_function.values, of_model.values, self.spec.reward.weights or RewardWeights())
         total = of_function.with_values(sums)
-        assert self._decoder is not None, "load() comes first"
-        errors = batch.array(Keys.REWARD_ERROR).tolist() if Keys.REWARD_ERROR in batch else []
-        self._samples.keep(batch, total, self._decoder, [{"error": error} if error else {} for error in errors])
         kept = batch.ragged(Keys.RESPONSE_MASK).any().nonzero().flatten()
         metrics = scores_by_source(batch[kept], total.take(kept))
         for name, scores in (("function", of_function), ("model", of_model)):
@@ -179,8 +170,8 @@ class RewardGroup:
         """
         Args:
             models: the copies of the reward model, by role.
-            write_samples: writes rows with scores into `samples.jsonl`. Called if only a model scores: the workers of a
-                function write their own.
+            write_samples: writes rows with scores into `samples.jsonl`. One process does, because no worker may have
+                scored enough of them.
         """
         self.function = function
         self.models = models
@@ -190,13 +181,12 @@ class RewardGroup:
 
     async def total(self, batch: Table) -> tuple[Table, dict[str, float]]:
         """See `RewardPort`."""
-        if self.function is None:
-            await self._sample(batch)
-            return batch, {}
-        if not self.models:
-            return batch, {}
-        table = await self.function.add(batch)
-        return batch.union(table), means_of(table.metrics, REWARD_PREFIX)
+        metrics: dict[str, float] = {}
+        if self.function is not None and self.models:
+            table = await self.function.add(batch)
+            batch, metrics = batch.union(table), means_of(table.metrics, REWARD_PREFIX)
+        await self._sample(batch)
+        return batch, metrics
 
     def row_scores(self, batch: Table) -> list[float | None]:
         """See `RewardPort`."""
@@ -211,10 +201,11 @@ class RewardGroup:
         """
         # The function's table comes first.
         total, counts = scores[0], sums_of(scores[0].metrics)
-        if self.function is None:
-            await self._sample(batch.union(total))
-        elif self.models:
-            total = await self.function.add(batch.union(*scores))
+        scored = batch.union(*scores)
+        if self.function is not None and self.models:
+            total = await self.function.add(scored)
+            scored = scored.union(total)
+        await self._sample(scored)
         means = means_of(total.metrics, SOURCE_PREFIX, suffix="")
         everything = [value for name, values in total.metrics.items() if is_source(name) for value in values]
         if not everything:
@@ -233,8 +224,9 @@ class RewardGroup:
         }
 
     async def _sample(self, batch: Table) -> None:
-        """Write some rows of a batch: whichever copies of the model have scored them."""
-        if rows := spaced_rows(len(batch), self._num_samples):
+        """Write some rows of a batch, whichever workers scored them; first those that the function did not score."""
+        failed = [row for row, is_failed in enumerate(batch.sums.get(Keys.REWARD_ERROR, ())) if is_failed]
+        if rows := sampled_rows(len(batch), self._num_samples, failed):
             await self._write_samples(batch.take(rows))
 
 

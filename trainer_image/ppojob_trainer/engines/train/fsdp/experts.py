@@ -12,7 +12,7 @@ hidden states, E experts of a layer, R ranks that divide them, N tokens that are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -148,32 +148,51 @@ def divide_experts(module: nn.Module, parallel: ParallelMesh) -> None:
             divide_parameters(experts, peers.mesh, lambda _: Shard(0))
 
 
+def ready_parameters(module: nn.Module, parallel: ParallelMesh, precision: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Return the parameters that FSDP leaves as they are: whole on this rank, not trained, in the computation's dtype.
+
+    FSDP would gather them from this rank alone, into a second copy. Before it shards the module.
+    """
+    peers = parallel.experts
+    of_experts = () if peers is None else (part for _, part in expert_modules(module))
+    in_experts = {parameter for part in of_experts for parameter in part.parameters()}
+    owns_experts = peers is not None and _owns_alone(peers)
+
+    def is_ready(one: nn.Parameter) -> bool:
+        is_whole = owns_experts if one in in_experts else parallel.dims.fsdp == 1
+        return is_whole and not one.requires_grad and one.dtype == precision.param_dtype
+
+    return set(filter(is_ready, module.parameters()))
+
+
 def shard_experts(
-    layers: Sequence[nn.Module], parallel: ParallelMesh, precision: MixedPrecisionPolicy, *, stays_gathered: bool
-) -> set[nn.Parameter]:
+    layers: Sequence[nn.Module],
+    parallel: ParallelMesh,
+    precision: MixedPrecisionPolicy,
+    left: set[nn.Parameter],
+    *,
+    stays_gathered: bool,
+) -> None:
     """Shard the experts of some layers over the ranks that own the same ones, in one message.
 
-    Returns:
-        Parameters that FSDP leaves as they are (`ready_parameters`), if no other rank of a copy of the model owns the
-        same experts.
+    Args:
+        left: parameters that FSDP leaves as they are (`ready_parameters`).
     """
     peers, experts = parallel.experts, [part for layer in layers for _, part in expert_modules(layer)]
-    if peers is None or not experts:
-        return set()
-    owns_alone = peers.fsdp_mesh.size(-1) == 1
-    left = ready_parameters(experts, precision) if owns_alone else set()
     # Adapters of experts that are left have gradients.
     sharded = [part for part in experts if not left.issuperset(part.parameters())]
-    if sharded:
-        fully_shard(
-            sharded,
-            mesh=peers.fsdp_mesh,
-            # The hidden states have been cast with their layer's. Weights of experts are float32 in some families, and
-            # stay so, as in the layouts that do not shard experts separately.
-            mp_policy=replace(precision, cast_forward_inputs=False),
-            reshard_after_forward=not owns_alone and not stays_gathered,
-            ignored_params=left,
-        )
+    if peers is None or not sharded:
+        return
+    owns_alone = _owns_alone(peers)
+    fully_shard(
+        sharded,
+        mesh=peers.fsdp_mesh,
+        # The hidden states have been cast with their layer's. Weights of experts are float32 in some families, and stay
+        # so, as in the layouts that do not shard experts separately.
+        mp_policy=replace(precision, cast_forward_inputs=False),
+        reshard_after_forward=not owns_alone and not stays_gathered,
+        ignored_params=left,
+    )
     for part in sharded:
         assert isinstance(part, FSDPModule)
         # An expert's gradient is a sum over the tokens of its group already, but the loss is multiplied by all ranks.
@@ -181,16 +200,11 @@ def shard_experts(
         if not owns_alone:
             # Gloo cannot multiply while it sums. With one rank, torch 2.13 would divide twice.
             part.set_force_sum_reduction_for_comms(True)
-    return left
 
 
-def ready_parameters(modules: Iterable[nn.Module], precision: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """Return the parameters that are computed with as they are: not trained, and in the computation's dtype.
-
-    If a rank has them whole, FSDP need not manage them: it would gather them from this rank alone, into a second copy.
-    """
-    parameters = (parameter for module in modules for parameter in module.parameters())
-    return {one for one in parameters if not one.requires_grad and one.dtype == precision.param_dtype}
+def _owns_alone(peers: ExpertPeers) -> bool:
+    """Whether no other rank of a copy of the model owns experts of this rank."""
+    return peers.fsdp_mesh.size(-1) == 1
 
 
 def expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

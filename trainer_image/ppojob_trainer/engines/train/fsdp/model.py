@@ -8,7 +8,7 @@ linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -60,9 +60,9 @@ disable_progress_bar()  # type: ignore[no-untyped-call]
 class LoadOptions:
     """How a model is loaded. `dtype` is that of the computation; gradient sums and what is trained are float32.
 
-    is_frozen: nothing is trained; lora: only adapters are. Frozen weights stay in the computation's dtype if the
-    checkpoint has them so. stays_gathered: the layers are gathered once, several in one message, and freed by `reshard`
-    alone.
+    is_frozen: nothing is trained; lora: only adapters are. Frozen weights are loaded in `dtype`, whatever the
+    checkpoint has: that is what is computed with. stays_gathered: the layers are gathered once, several in one message,
+    and freed by `reshard` alone.
     """
 
     trust_remote_code: bool = False
@@ -215,11 +215,12 @@ def _initial_adapters(
 def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
     """Build the architecture without memory, in the dtype of its parameters."""
     config.use_cache = False
-    is_kept = (options.is_frozen or options.lora is not None) and config.dtype == options.dtype
+    is_frozen = options.is_frozen or options.lora is not None
     with without_memory():
         model: PreTrainedModel = auto.from_config(
             config,
-            dtype=options.dtype if is_kept else torch.float32,
+            # In another dtype, each use would make a copy in this one.
+            dtype=options.dtype if is_frozen else torch.float32,
             attn_implementation=IMPLEMENTATION,
             experts_implementation=EXPERTS_IMPLEMENTATION,
             trust_remote_code=options.trust_remote_code,
@@ -227,7 +228,7 @@ def _build(auto: Any, config: PretrainedConfig, options: LoadOptions) -> PreTrai
     model.tie_weights()
     _keep_in_float32(model)
     add_counts(model)
-    if options.is_frozen or options.lora is not None:
+    if is_frozen:
         model.requires_grad_(False)
     return model
 
@@ -266,16 +267,16 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
         )
     # A rank that holds everything has nothing to gather again.
     is_freed = parallel.dims.fsdp > 1 and not options.stays_gathered
+    left = ready_parameters(module, parallel, precision)
     messages: Iterable[list[nn.Module]] = ([layer] for layer in layers)
     if options.stays_gathered:
         # A pass computes one stage of a rank, and its layers are not next to those of another.
-        messages = chain.from_iterable(layers_of_messages(run, options.dtype) for run in runs)
-    shard = partial(fully_shard, mesh=parallel.mesh, mp_policy=precision)
-    left = ready_parameters([module], precision) if parallel.dims.fsdp == 1 else set()
+        messages = chain.from_iterable(layers_of_messages(run, options.dtype, left) for run in runs)
+    shard = partial(fully_shard, mesh=parallel.mesh, mp_policy=precision, ignored_params=left)
     for together in messages:
-        left |= shard_experts(together, parallel, precision, stays_gathered=options.stays_gathered)
-        shard(together, reshard_after_forward=is_freed, ignored_params=left)
-    sharded = shard(module, ignored_params=left)
+        shard_experts(together, parallel, precision, left, stays_gathered=options.stays_gathered)
+        shard(together, reshard_after_forward=is_freed)
+    sharded = shard(module)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
 
@@ -296,13 +297,16 @@ def _layers(backbone: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def layers_of_messages(layers: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[list[nn.Module]]:
-    """Yield the layers in order, in groups of about `MESSAGE_BYTES`."""
+def layers_of_messages(
+    layers: Iterable[nn.Module], dtype: torch.dtype, left: Set[nn.Parameter]
+) -> Iterator[list[nn.Module]]:
+    """Yield the layers in order, in groups of about `MESSAGE_BYTES`, without the parameters of `left`: no message has
+    them."""
     together: list[nn.Module] = []
     size = 0
     for layer in layers:
         together.append(layer)
-        size += sum(local(parameter).numel() for parameter in layer.parameters()) * dtype.itemsize
+        size += sum(local(one).numel() for one in layer.parameters() if one not in left) * dtype.itemsize
         if size >= MESSAGE_BYTES:
             yield together
             together, size = [], 0
