@@ -9,10 +9,17 @@
 Shoeybi et al. 2019, arXiv 1909.08053, section 3: two sums over the ranks in a layer's forward pass (of the outputs of o
 and down), and two in its backward pass (of the gradients of the inputs of attention and MLP). All parameters become
 DTensors of the peers' mesh, so that FSDP makes them DTensors of one mesh of two dimensions, and norms, checkpoints and
-gathered weights need no special case. But a module computes with its parts of them, as plain tensors: for each
-operation on DTensors, torch's Python code takes longer than a GPU needs for most of them. Called while a model is
-built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families whose plan has more than
-these kinds; `divisions` says so before anything is loaded.
+loading need no special case. But a module computes with its parts of them, as plain tensors: for each operation on
+DTensors, torch's Python code takes longer than a GPU needs for most of them. So FSDP gathers plain tensors
+(`gather_parts`), whose gradients become DTensors when FSDP has reduced them. Two kinds of parameters stay DTensors and
+are converted in each forward pass, with Python code of torch for each of them:
+
+    whole parameters of whose gradient each rank computes a part (norms of single heads, matrices of adapters), because
+    FSDP sums these parts when it reduces gradients
+    frozen parameters that FSDP does not manage (`experts.ready_parameters`)
+
+`divide` is called while a model is built, before `lora` adds adapters to the divided layers, and before FSDP. It
+refuses families whose plan has more than these kinds; `divisions` says so before anything is loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
@@ -60,12 +68,18 @@ class _Style:
         """Return how a parameter of the module is divided: a bias like the outputs."""
         return Replicate() if self.dim is None or self.dim >= parameter.dim() else Shard(self.dim)
 
-    def local(self, name: str, parameter: Tensor) -> Tensor:
+    def sums_gradient(self, name: str, parameter: Tensor) -> bool:
+        """Whether each rank computes a part of the gradient of a parameter of the module, which is whole."""
+        is_whole = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+        return self.parts and is_whole and not (self.by_inputs and name == "bias")
+
+    def local(self, name: str, parameter: DTensor) -> Tensor:
         """Return this rank's part, through which the gradient reaches the parameter."""
-        assert isinstance(parameter, DTensor)
-        (placement,) = parameter.placements
-        is_part = self.parts and placement.is_replicate() and not (self.by_inputs and name == "bias")
-        return parameter.to_local(grad_placements=[Partial() if is_part else placement])
+        if not parameter.requires_grad:
+            with torch.no_grad():
+                return parameter.to_local()
+        is_part = self.sums_gradient(name, parameter)
+        return parameter.to_local(grad_placements=[Partial()] if is_part else parameter.placements)
 
 
 _WHOLE: Final = _Style()
@@ -73,6 +87,8 @@ _IN_PARTS: Final = "replicated_with_grad_allreduce"
 _SLICED: Final = frozenset({"mixtral", "qwen3_moe"})
 """Mixtures whose blocks have a router and fused experts alone, and so can compute a slice of the tokens."""
 _ROUTER: Final = "layers.*.mlp.gate"
+_STYLE: Final = "tensor_parallel_style"
+"""Name of a divided module's attribute with its `_Style`."""
 _STYLES: Final[dict[str, _Style]] = {
     "colwise": _Style(dim=0, parts=True),
     "rowwise": _Style(dim=1, parts=True),
@@ -131,6 +147,36 @@ def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[
         module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
+def gather_parts(module: nn.Module) -> None:
+    """Let FSDP gather the divided parameters of a sharded module as this rank's parts of them, which are plain tensors.
+
+    Otherwise it gathers DTensors of the mesh that divides them. Shards and their gradients stay DTensors of both
+    meshes. torch 2.13 has no public setting for it; with these attributes, FSDP does what it does for a parameter that
+    is no DTensor. Before the first forward pass.
+    """
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    for managed in (managed for group in groups for managed in group.fsdp_params):
+        style: _Style = getattr(managed._module_info.module, _STYLE, _WHOLE)
+        if not style.sums_gradient(managed._module_info.param_name, managed.sharded_param):
+            managed.is_dtensor, managed._unsharded_dtensor_spec = False, None
+
+
+def whole_of(gathered: Tensor, shard: Tensor) -> Tensor:
+    """Return all of a parameter. Collective where ranks divide it.
+
+    Args:
+        gathered: what FSDP gathered of it; shard: it before that, of which FSDP gathers all axes but the last.
+    """
+    if isinstance(shard, DTensor) and not isinstance(gathered, DTensor) and gathered.shape != shard.shape:
+        mesh, placements = shard.device_mesh, shard.placements
+        axis = mesh[(mesh.mesh_dim_names or ())[-1]]
+        gathered = DTensor.from_local(
+            gathered, axis, placements[-1:], run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+    return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+
 class WithParts:
     """A view of a module for a function that reads it: `parts` replace its parameters and other attributes."""
 
@@ -167,15 +213,17 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
         substitute: returns what takes the place of a module, and has the given parts.
     """
     divide_parameters(module, mesh, style.placement)
+    setattr(module, _STYLE, style)
     group = mesh.get_group()
 
     def forward(self: Any, first: Tensor, *others: Any, **options: Any) -> Tensor:
         parts, bias = self.parts, None
-        if style.by_inputs and "bias" in parts:
+        if style.by_inputs and self.bias is not None:
             # Added once, and not to each of the outputs that are summed.
-            parts, bias = {**parts, "bias": None}, parts["bias"]
+            bias = parts.get("bias", self.bias)
+            parts = {**parts, "bias": None}
         compute: Any = type(self).forward
-        output: Tensor = compute(substitute(self, parts), first, *others, **options)
+        output: Tensor = compute(substitute(self, parts) if parts else self, first, *others, **options)
         if style.by_inputs:
             output = sum_of_parts(output, group)
         return output if bias is None else output + bias
@@ -203,6 +251,8 @@ def _sum_gradient_of_input(block: nn.Module, group: dist.ProcessGroup) -> None:
 def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> None:
     """Let the divided modules in `unit` take their parts of the parameters before each forward pass of `unit`.
 
+    Of those parameters that are DTensors when FSDP has gathered them.
+
     Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that is
     recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
     """
@@ -211,7 +261,8 @@ def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(*_: Any) -> None:
         for module, style in modules:
-            module.parts = {name: style.local(name, one) for name, one in module.named_parameters(recurse=False)}
+            parameters = module._parameters.items()
+            module.parts = {name: style.local(name, one) for name, one in parameters if isinstance(one, DTensor)}
 
     # FSDP puts its hook, which gathers the parameters, before all others.
     unit.register_forward_pre_hook(take)
