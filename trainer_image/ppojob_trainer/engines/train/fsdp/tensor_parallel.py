@@ -11,12 +11,9 @@ and down), and two in its backward pass (of the gradients of the inputs of atten
 DTensors of the peers' mesh, so that FSDP makes them DTensors of one mesh of two dimensions, and norms, checkpoints and
 loading need no special case. But a module computes with its parts of them, as plain tensors: for each operation on
 DTensors, torch's Python code takes longer than a GPU needs for most of them. So FSDP gathers plain tensors
-(`gather_parts`), whose gradients become DTensors when FSDP has reduced them. Two kinds of parameters stay DTensors and
-are converted in each forward pass, with Python code of torch for each of them:
-
-    whole parameters of whose gradient each rank computes a part (norms of single heads, matrices of adapters), because
-    FSDP sums these parts when it reduces gradients
-    frozen parameters that FSDP does not manage (`experts.ready_parameters`)
+(`gather_parts`), whose gradients become parts of DTensors when FSDP has reduced them. Of whole parameters in a layer
+whose ranks compute different heads, outputs or tokens (norms of single heads, routers, matrices of adapters), each rank
+has a part of the gradient; those of a layer are summed in one message.
 
 `divide` is called while a model is built, before `lora` adds adapters to the divided layers, and before FSDP. It
 refuses families whose plan has more than these kinds; `divisions` says so before anything is loaded.
@@ -26,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -36,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -72,14 +69,6 @@ class _Style:
         """Whether each rank computes a part of the gradient of a parameter of the module, which is whole."""
         is_whole = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
         return self.parts and is_whole and not (self.by_inputs and name == "bias")
-
-    def local(self, name: str, parameter: DTensor) -> Tensor:
-        """Return this rank's part, through which the gradient reaches the parameter."""
-        if not parameter.requires_grad:
-            with torch.no_grad():
-                return parameter.to_local()
-        is_part = self.sums_gradient(name, parameter)
-        return parameter.to_local(grad_placements=[Partial()] if is_part else parameter.placements)
 
 
 _WHOLE: Final = _Style()
@@ -126,7 +115,7 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     for block in map(backbone.get_submodule, blocks):
         _sum_gradient_of_input(block, mesh.get_group())
     for unit in [*layers, *(part for part in divided if part not in in_layers)]:
-        _take_parts_before(unit, divided)
+        _take_parts_before(unit, [part for part in unit.modules() if part in divided], mesh.get_group())
     if is_tied:
         output.weight = embeddings.weight
 
@@ -157,9 +146,11 @@ def gather_parts(module: nn.Module) -> None:
     states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [group for state in states for group in state._fsdp_param_groups]
     for managed in (managed for group in groups for managed in group.fsdp_params):
-        style: _Style = getattr(managed._module_info.module, _STYLE, _WHOLE)
-        if not style.sums_gradient(managed._module_info.param_name, managed.sharded_param):
-            managed.is_dtensor, managed._unsharded_dtensor_spec = False, None
+        managed.is_dtensor, managed._unsharded_dtensor_spec = False, None
+        owner: Any = managed._module_info.module
+        name = managed._module_info.param_name
+        if getattr(owner, _STYLE, _WHOLE).sums_gradient(name, managed.sharded_param):
+            owner.summed = (*owner.summed, name)
 
 
 def whole_of(gathered: Tensor, shard: Tensor) -> Tensor:
@@ -214,6 +205,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
     """
     divide_parameters(module, mesh, style.placement)
     setattr(module, _STYLE, style)
+    module.summed = ()  # type: ignore[assignment]
     group = mesh.get_group()
 
     def forward(self: Any, first: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -248,21 +240,28 @@ def _sum_gradient_of_input(block: nn.Module, group: dist.ProcessGroup) -> None:
     block.forward = MethodType(forward, block)
 
 
-def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> None:
-    """Let the divided modules in `unit` take their parts of the parameters before each forward pass of `unit`.
+def _take_parts_before(unit: nn.Module, modules: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Let divided modules of `unit` take what replaces their parameters before each forward pass of `unit`.
 
-    Of those parameters that are DTensors when FSDP has gathered them.
-
-    Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that is
-    recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
+    These are frozen DTensors that FSDP does not manage (`experts.ready_parameters`), and parameters whose gradients are
+    summed. Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that
+    is recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
     """
-    modules: list[tuple[Any, _Style]] = [(part, divided[part]) for part in unit.modules() if part in divided]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(*_: Any) -> None:
-        for module, style in modules:
-            parameters = module._parameters.items()
-            module.parts = {name: style.local(name, one) for name, one in parameters if isinstance(one, DTensor)}
+        for module in modules:
+            divided = {name: one for name, one in module._parameters.items() if isinstance(one, DTensor)}
+            assert not any(one.requires_grad for one in divided.values()), "FSDP gathers plain tensors"
+            with torch.no_grad():
+                module.parts = {name: local(one) for name, one in divided.items()}
+        if not torch.is_grad_enabled():
+            return
+        summed = [(module, name) for module in modules for name in module.summed]
+        trained = [(module, name) for module, name in summed if module._parameters[name].requires_grad]
+        found = _with_summed_gradients([module._parameters[name] for module, name in trained], group)
+        for (module, name), part in zip(trained, found, strict=True):
+            module.parts[name] = part
 
     # FSDP puts its hook, which gathers the parameters, before all others.
     unit.register_forward_pre_hook(take)
@@ -281,6 +280,20 @@ class _EqualOnAll(torch.autograd.Function):
         return summed, None
 
 
+class _WithSummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        summed = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(summed, group=ctx.group)
+        parts = torch.split(summed, [gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
+
+
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -296,6 +309,14 @@ class _SumOfParts(torch.autograd.Function):
 def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3)."""
     found: Tensor = _EqualOnAll.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _with_summed_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Return tensors that all ranks have; their gradients are summed over the ranks in one message."""
+    if not tensors:
+        return ()
+    found: tuple[Tensor, ...] = _WithSummedGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
