@@ -250,10 +250,10 @@ def _take_parts_before(unit: nn.Module, modules: Sequence[Any], group: dist.Proc
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(*_: Any) -> None:
-        for module in modules:
-            divided = {name: one for name, one in module._parameters.items() if isinstance(one, DTensor)}
-            assert not any(one.requires_grad for one in divided.values()), "FSDP gathers plain tensors"
-            with torch.no_grad():
+        with torch.no_grad():
+            for module in modules:
+                divided = {name: one for name, one in module._parameters.items() if isinstance(one, DTensor)}
+                assert not any(one.requires_grad for one in divided.values()), "FSDP gathers plain tensors"
                 module.parts = {name: local(one) for name, one in divided.items()}
         if not torch.is_grad_enabled():
             return
