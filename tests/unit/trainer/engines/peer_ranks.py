@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.network import connect
@@ -58,6 +59,7 @@ def run(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> 
         "together": together,
         "num_unshards": unshard.call_count,
         "sums_of_layer": sums_of_layer(parallel, gathered, batch),
+        "conversions": conversions(gathered, batch),
         "weights": weights,
         "second": policy.update(batch),
     }
@@ -74,6 +76,26 @@ def sums_of_layer(parallel: ParallelMesh, policy: FSDPEngine, batch: DataProto) 
         policy.update(batch)
     layers = NUM_LAYERS // parallel.dims.pipeline
     return sum(call.kwargs.get("group") is group for call in sums.call_args_list) / (len(passes) * layers)
+
+
+def conversions(policy: FSDPEngine, batch: DataProto) -> int:
+    """How often an update's forward and backward passes convert between DTensors and plain tensors."""
+    found: list[int] = []
+    passes = type(policy._passes)
+    compute = passes.backward
+
+    def counted(*arguments: Any) -> None:
+        with (
+            mock.patch.object(DTensor, "to_local", autospec=True, side_effect=DTensor.to_local) as to_local,
+            mock.patch.object(DTensor, "from_local", side_effect=DTensor.from_local) as from_local,
+            mock.patch.object(DTensor, "redistribute", autospec=True, side_effect=DTensor.redistribute) as redistribute,
+        ):
+            compute(*arguments)
+        found.append(to_local.call_count + from_local.call_count + redistribute.call_count)
+
+    with mock.patch.object(passes, "backward", counted):
+        policy.update(batch)
+    return sum(found)
 
 
 def resume(parallel: ParallelMesh, model: Path, batch: DataProto, folder: Path) -> dict[str, Any]:

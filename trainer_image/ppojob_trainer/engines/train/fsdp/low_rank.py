@@ -7,8 +7,9 @@ Of a linear layer, and of the experts of a layer, each of which has separate mat
 because log-probs must be the same each time they are taken.
 
 On a tensor-parallel layer, A and B are divided as W is. Their product is added before the ranks' results are summed, so
-no activation is communicated in addition. FSDP sums the gradient of the matrix that is whole over the tensor-parallel
-ranks, once, when it reduces gradients, in the dtype in which the layer computes:
+no activation is communicated in addition. The gradient of the matrix that is whole is summed over the tensor-parallel
+ranks in each backward pass, in the dtype in which the layer computes, with those of the other adapters of a decoder
+layer in one message (`tensor_parallel`):
 
     W divided by outputs    A whole, B divided by outputs    gradient of A: each rank's outputs give a part
     W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part

@@ -40,7 +40,7 @@ from ppojob_trainer.engines.train.fsdp.lora import add_adapters, initial_adapter
 from ppojob_trainer.engines.train.fsdp.modules import PolicyModule, ValueModule
 from ppojob_trainer.engines.train.fsdp.routing import prepare_routers
 from ppojob_trainer.engines.train.fsdp.stages import Elsewhere, Stage, cut, parts_of
-from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, local
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import divide, gather_parts, local
 from ppojob_trainer.engines.train.fsdp.token_slices import TokenSlices
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.train.model_fit import read_config
@@ -277,6 +277,7 @@ def _shard(module: PolicyModule | ValueModule, options: LoadOptions, parallel: P
         shard_experts(together, parallel, precision, left, stays_gathered=options.stays_gathered)
         shard(together, reshard_after_forward=is_freed)
     sharded = shard(module)
+    gather_parts(module)
     if options.stays_gathered:
         sharded.set_reshard_after_backward(False)
 

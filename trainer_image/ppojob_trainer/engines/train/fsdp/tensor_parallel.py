@@ -9,17 +9,21 @@
 Shoeybi et al. 2019, arXiv 1909.08053, section 3: two sums over the ranks in a layer's forward pass (of the outputs of o
 and down), and two in its backward pass (of the gradients of the inputs of attention and MLP). All parameters become
 DTensors of the peers' mesh, so that FSDP makes them DTensors of one mesh of two dimensions, and norms, checkpoints and
-gathered weights need no special case. But a module computes with its parts of them, as plain tensors: for each
-operation on DTensors, torch's Python code takes longer than a GPU needs for most of them. Called while a model is
-built, before `lora` adds adapters to the divided layers, and before FSDP. It refuses families whose plan has more than
-these kinds; `divisions` says so before anything is loaded.
+loading need no special case. But a module computes with its parts of them, as plain tensors: for each operation on
+DTensors, torch's Python code takes longer than a GPU needs for most of them. So FSDP gathers plain tensors
+(`gather_parts`), whose gradients become parts of DTensors when FSDP has reduced them. Of whole parameters in a layer
+whose ranks compute different heads, outputs or tokens (norms of single heads, routers, matrices of adapters), each rank
+has a part of the gradient; those of a layer are summed in one message.
+
+`divide` is called while a model is built, before `lora` adds adapters to the divided layers, and before FSDP. It
+refuses families whose plan has more than these kinds; `divisions` says so before anything is loaded.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -28,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -60,12 +65,10 @@ class _Style:
         """Return how a parameter of the module is divided: a bias like the outputs."""
         return Replicate() if self.dim is None or self.dim >= parameter.dim() else Shard(self.dim)
 
-    def local(self, name: str, parameter: Tensor) -> Tensor:
-        """Return this rank's part, through which the gradient reaches the parameter."""
-        assert isinstance(parameter, DTensor)
-        (placement,) = parameter.placements
-        is_part = self.parts and placement.is_replicate() and not (self.by_inputs and name == "bias")
-        return parameter.to_local(grad_placements=[Partial() if is_part else placement])
+    def sums_gradient(self, name: str, parameter: Tensor) -> bool:
+        """Whether each rank computes a part of the gradient of a parameter of the module, which is whole."""
+        is_whole = isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+        return self.parts and is_whole and not (self.by_inputs and name == "bias")
 
 
 _WHOLE: Final = _Style()
@@ -73,6 +76,8 @@ _IN_PARTS: Final = "replicated_with_grad_allreduce"
 _SLICED: Final = frozenset({"mixtral", "qwen3_moe"})
 """Mixtures whose blocks have a router and fused experts alone, and so can compute a slice of the tokens."""
 _ROUTER: Final = "layers.*.mlp.gate"
+_STYLE: Final = "tensor_parallel_style"
+"""Name of a divided module's attribute with its `_Style`."""
 _STYLES: Final[dict[str, _Style]] = {
     "colwise": _Style(dim=0, parts=True),
     "rowwise": _Style(dim=1, parts=True),
@@ -110,7 +115,7 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
     for block in map(backbone.get_submodule, blocks):
         _sum_gradient_of_input(block, mesh.get_group())
     for unit in [*layers, *(part for part in divided if part not in in_layers)]:
-        _take_parts_before(unit, divided)
+        _take_parts_before(unit, [part for part in unit.modules() if part in divided], mesh.get_group())
     if is_tied:
         output.weight = embeddings.weight
 
@@ -129,6 +134,38 @@ def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[
     for name, parameter in list(module.named_parameters(recurse=False)):
         divided = distribute_tensor(parameter.detach(), mesh, [placement(parameter)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def gather_parts(module: nn.Module) -> None:
+    """Let FSDP gather the divided parameters of a sharded module as this rank's parts of them, which are plain tensors.
+
+    Otherwise it gathers DTensors of the mesh that divides them. Shards and their gradients stay DTensors of both
+    meshes. torch 2.13 has no public setting for it; with these attributes, FSDP does what it does for a parameter that
+    is no DTensor. Before the first forward pass.
+    """
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    for managed in (managed for group in groups for managed in group.fsdp_params):
+        managed.is_dtensor, managed._unsharded_dtensor_spec = False, None
+        owner: Any = managed._module_info.module
+        name = managed._module_info.param_name
+        if getattr(owner, _STYLE, _WHOLE).sums_gradient(name, managed.sharded_param):
+            owner.summed = (*owner.summed, name)
+
+
+def whole_of(gathered: Tensor, shard: Tensor) -> Tensor:
+    """Return all of a parameter. Collective where ranks divide it.
+
+    Args:
+        gathered: what FSDP gathered of it; shard: it before that, of which FSDP gathers all axes but the last.
+    """
+    if isinstance(shard, DTensor) and not isinstance(gathered, DTensor) and gathered.shape != shard.shape:
+        mesh, placements = shard.device_mesh, shard.placements
+        axis = mesh[(mesh.mesh_dim_names or ())[-1]]
+        gathered = DTensor.from_local(
+            gathered, axis, placements[-1:], run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+    return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
 
 
 class WithParts:
@@ -167,15 +204,18 @@ def _divide(module: nn.Module, mesh: DeviceMesh, style: _Style, substitute: Call
         substitute: returns what takes the place of a module, and has the given parts.
     """
     divide_parameters(module, mesh, style.placement)
+    setattr(module, _STYLE, style)
+    module.summed = ()  # type: ignore[assignment]
     group = mesh.get_group()
 
     def forward(self: Any, first: Tensor, *others: Any, **options: Any) -> Tensor:
         parts, bias = self.parts, None
-        if style.by_inputs and "bias" in parts:
+        if style.by_inputs and self.bias is not None:
             # Added once, and not to each of the outputs that are summed.
-            parts, bias = {**parts, "bias": None}, parts["bias"]
+            bias = parts.get("bias", self.bias)
+            parts = {**parts, "bias": None}
         compute: Any = type(self).forward
-        output: Tensor = compute(substitute(self, parts), first, *others, **options)
+        output: Tensor = compute(substitute(self, parts) if parts else self, first, *others, **options)
         if style.by_inputs:
             output = sum_of_parts(output, group)
         return output if bias is None else output + bias
@@ -200,18 +240,28 @@ def _sum_gradient_of_input(block: nn.Module, group: dist.ProcessGroup) -> None:
     block.forward = MethodType(forward, block)
 
 
-def _take_parts_before(unit: nn.Module, divided: Mapping[nn.Module, _Style]) -> None:
-    """Let the divided modules in `unit` take their parts of the parameters before each forward pass of `unit`.
+def _take_parts_before(unit: nn.Module, modules: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Let divided modules of `unit` take what replaces their parameters before each forward pass of `unit`.
 
-    Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that is
-    recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
+    These are frozen DTensors that FSDP does not manage (`experts.ready_parameters`), and parameters whose gradients are
+    summed. Outside of what is compiled: torch 2.13 cannot compile layers of DTensors for several lengths. A layer that
+    is recomputed uses the parts of its last forward pass, which FSDP has filled again by then.
     """
-    modules: list[tuple[Any, _Style]] = [(part, divided[part]) for part in unit.modules() if part in divided]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(*_: Any) -> None:
-        for module, style in modules:
-            module.parts = {name: style.local(name, one) for name, one in module.named_parameters(recurse=False)}
+        with torch.no_grad():
+            for module in modules:
+                divided = {name: one for name, one in module._parameters.items() if isinstance(one, DTensor)}
+                assert not any(one.requires_grad for one in divided.values()), "FSDP gathers plain tensors"
+                module.parts = {name: local(one) for name, one in divided.items()}
+        if not torch.is_grad_enabled():
+            return
+        summed = [(module, name) for module in modules for name in module.summed]
+        trained = [(module, name) for module, name in summed if module._parameters[name].requires_grad]
+        found = _with_summed_gradients([module._parameters[name] for module, name in trained], group)
+        for (module, name), part in zip(trained, found, strict=True):
+            module.parts[name] = part
 
     # FSDP puts its hook, which gathers the parameters, before all others.
     unit.register_forward_pre_hook(take)
@@ -230,6 +280,20 @@ class _EqualOnAll(torch.autograd.Function):
         return summed, None
 
 
+class _WithSummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        summed = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(summed, group=ctx.group)
+        parts = torch.split(summed, [gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
+
+
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -245,6 +309,14 @@ class _SumOfParts(torch.autograd.Function):
 def _equal_on_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor that all ranks have; its gradients are summed over them (f of the paper's figure 3)."""
     found: Tensor = _EqualOnAll.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _with_summed_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Return tensors that all ranks have; their gradients are summed over the ranks in one message."""
+    if not tensors:
+        return ()
+    found: tuple[Tensor, ...] = _WithSummedGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 

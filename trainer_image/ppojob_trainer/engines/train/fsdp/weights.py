@@ -31,7 +31,7 @@ from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, writte
 from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large, rows_of
 from ppojob_trainer.engines.train.fsdp.lora import is_adapter, merged, of_layers, weight_of
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
-from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local, whole_of
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 
 
@@ -160,14 +160,15 @@ class ShardedWeights:
 
     def _gather_own(self, without: frozenset[str]) -> Iterator[Tensor]:
         """Yield the parameters and stored buffers that this rank's stage owns, but for some."""
-        names = (name for name, _ in self._own() if name not in without)
+        shards = dict(self._own())
+        names = (name for name in shards if name not in without)
         with ExitStack() as gathered:
             for layer, group in groupby(names, self._layers.get):
                 # A layer may have been gathered together with the previous one.
                 if layer is not None and _is_sharded(layer):
                     gathered.close()
                     gathered.enter_context(_unsharded(layer))
-                yield from map(self._whole, group)
+                yield from (self._whole(name, shards[name]) for name in group)
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of `gather_adapters`, by name and in its order.
@@ -223,12 +224,12 @@ class ShardedWeights:
                 yield part.name, tensor.view(part.shape)
         assert next(own, None) is None, "the stage has more parameters than it owns"
 
-    def _whole(self, name: str) -> Tensor:
+    def _whole(self, name: str, shard: Tensor) -> Tensor:
         if name in self._buffers:
             return self._language_model.get_buffer(name)
         parameter = self._language_model.get_parameter(name).detach()
         if name not in self._adapted:
-            return _full(parameter.to(self._dtype))
+            return whole_of(parameter.to(self._dtype), shard)
         return merged(self._language_model, name, _full(parameter), self._dtype, _full)
 
     def _experts(self, name: str, parameter: Tensor, first: int, number: int) -> Tensor:
