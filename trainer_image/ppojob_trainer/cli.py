@@ -134,6 +134,12 @@ def plan(
     layouts: Annotated[
         bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
     ] = False,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings", help="Also plan other settings, which change speed and memory and not results; takes longer."
+        ),
+    ] = False,
     each_error: Annotated[
         bool, typer.Option("--errors", help="Show the planned number beside each measured one.")
     ] = False,
@@ -144,19 +150,23 @@ def plan(
     from ppojob_trainer.planning import plan_job
     from ppojob_trainer.planning.gpus import gpus_of_pools
     from ppojob_trainer.planning.layouts import plan_other_sizes
+    from ppojob_trainer.planning.measured_once import measured_once
     from ppojob_trainer.planning.report import as_json, as_text
+    from ppojob_trainer.planning.settings import plan_other_settings
 
     spec = _load(file, sets, templates).spec
     with _refusals():
         kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
-        found = plan_job(spec, kinds)
-        others = list(plan_other_sizes(spec, kinds)) if layouts else []
+        runner = measured_once()
+        found = plan_job(spec, kinds, runner=runner)
+        others = list(plan_other_sizes(spec, kinds, runner=runner)) if layouts else []
+        changed = list(plan_other_settings(found, kinds, runner=runner)) if settings else None
         bytes_per_s = None if network is None else network * 1e9
         if is_json:
-            typer.echo(as_json(found, others, bytes_per_s))
+            typer.echo(as_json(found, others, changed, bytes_per_s))
         else:
             # Wide enough for the tables, also in a pipe.
-            text = as_text(found, others, each_error=each_error, network=bytes_per_s)
+            text = as_text(found, others, changed, each_error=each_error, network=bytes_per_s)
             Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(text, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)

@@ -15,6 +15,7 @@ from ppojob_trainer.planning import ShapeNotFoundError, plan_job
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.layouts import plan_other_sizes
+from ppojob_trainer.planning.measured_once import measured_once
 from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.role_memory import measure
@@ -134,7 +135,7 @@ def test_other_sizes_are_planned_and_each_role_is_measured_once_for_each_size(tm
         measured.append((work.kind, work.dims.world_size))
         return stub(work)
 
-    plans = list(plan_other_sizes(spec, {"a": H200, "c": H200}, runner=counted))
+    plans = list(plan_other_sizes(spec, {"a": H200, "c": H200}, runner=measured_once(counted)))
     sizes = [tuple(pool.gpus for pool in one.spec.pools) for one in plans]
     assert sizes[0] in {(1, 2), (2, 1)}
     assert {(1, 2), (2, 1), (1, 3), (3, 1)} <= set(sizes)
