@@ -108,8 +108,9 @@ def test_a_close_plan_is_not_proposed(tmp_path: Path) -> None:
     ],
 )
 def test_passes_have_a_smallest_size(tmp_path: Path, length: int, slices: int, tokens: int, tried: list[int]) -> None:
-    data = {"trainBatchSize": 512, "maxPromptLength": 64, "maxResponseLength": length - 64}
-    actor = {"miniBatchSize": 512, "maxTokensPerGPU": tokens, "sequenceParallelSize": slices}
+    batch = 512 if length == 128 else 16
+    data = {"trainBatchSize": batch, "maxPromptLength": 64, "maxResponseLength": length - 64}
+    training = {"miniBatchSize": batch, "maxTokensPerGPU": tokens, "sequenceParallelSize": slices}
     limits: list[int] = []
 
     def too_large(work: Work) -> Measured:
@@ -119,8 +120,7 @@ def test_passes_have_a_smallest_size(tmp_path: Path, length: int, slices: int, t
             return replace(stub(work), update=10**12)
         return stub(work)
 
-    critic = {"miniBatchSize": 512, "maxTokensPerGPU": 16384}
-    _, found = planned(write_job(tmp_path, data=data, actor=actor, critic=critic), runner=too_large)
+    _, found = planned(write_job(tmp_path, data=data, actor=training, critic=training), runner=too_large)
 
     assert changes(found) == [{CRITIC: False}]
     # For the actor alone, and for both roles.
@@ -209,6 +209,22 @@ def test_equal_work_is_measured_once(tmp_path: Path) -> None:
     # The reference has the limit of the actor.
     references = [("ref", False, tokens // 128) for tokens in (16384, 8192, 4096)]
     assert sorted(measured) == sorted(trained + smaller + references)
+
+
+def test_passes_larger_than_the_batch_are_equal_work(tmp_path: Path) -> None:
+    """16 sequences of 128 tokens on each GPU, with limits of 16384, 8192 and 4096 tokens."""
+    measured: list[tuple[str, bool]] = []
+
+    def too_large(work: Work) -> Measured:
+        measured.append((work.kind, work.options.gradient_checkpointing))
+        return stub(work) if work.options.gradient_checkpointing else replace(stub(work), update=10**12)
+
+    small = {"miniBatchSize": 32, "maxTokensPerGPU": 16384}
+    file = write_job(tmp_path, data=LARGE | {"trainBatchSize": 32}, actor=small, critic=small)
+    _, found = planned(file, runner=measured_once(too_large))
+
+    assert found == []
+    assert sorted(measured) == sorted([*((role, on) for role in TOKENS for on in (True, False)), ("ref", False)])
 
 
 def test_other_work_is_measured_again(tmp_path: Path) -> None:
