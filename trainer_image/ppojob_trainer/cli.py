@@ -131,15 +131,17 @@ def plan(
         ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are in bytes.")] = False,
-    layouts: Annotated[
-        bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
-    ] = False,
-    settings: Annotated[
-        bool,
+    # One parameter with two flags, which may both be given: True is --layouts, and False is --settings.
+    others: Annotated[
+        list[bool] | None,
         typer.Option(
-            "--settings", help="Also plan other settings, which change speed and memory and not results; takes longer."
+            "--layouts/--settings",
+            metavar="",
+            help="--layouts: also plan other sizes of the pools, from half to double. --settings: also plan without "
+            "gradient checkpointing, with the largest passes that fit. Both can be given.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     each_error: Annotated[
         bool, typer.Option("--errors", help="Show the planned number beside each measured one.")
     ] = False,
@@ -159,14 +161,14 @@ def plan(
         kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
         runner = measured_once()
         found = plan_job(spec, kinds, runner=runner)
-        others = list(plan_other_sizes(spec, kinds, runner=runner)) if layouts else []
-        changed = list(plan_other_settings(found, kinds, runner=runner)) if settings else None
+        sizes = list(plan_other_sizes(spec, kinds, runner=runner)) if True in (others or []) else []
+        settings = list(plan_other_settings(found, kinds, runner=runner)) if False in (others or []) else None
         bytes_per_s = None if network is None else network * 1e9
         if is_json:
-            typer.echo(as_json(found, others, changed, bytes_per_s))
+            typer.echo(as_json(found, sizes, settings, bytes_per_s))
         else:
             # Wide enough for the tables, also in a pipe.
-            text = as_text(found, others, changed, each_error=each_error, network=bytes_per_s)
+            text = as_text(found, sizes, settings, each_error=each_error, network=bytes_per_s)
             Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(text, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)

@@ -280,13 +280,15 @@ def test_the_command_plans_a_real_model(tmp_path: Path) -> None:
     data = LARGE | {"trainBatchSize": 32}
     command = ["plan", str(write_job(tmp_path, data=data, actor=small, critic=small)), "--settings"]
 
-    text = CliRunner().invoke(app, command)
+    text = CliRunner().invoke(app, [*command, "--layouts"])
     found = CliRunner().invoke(app, [*command, "--json"])
 
     assert (text.exit_code, found.exit_code) == (0, 0), text.output + found.output
     assert f"\n{ACTOR}: false, {CRITIC}: false  " in text.stdout
     assert "\nthe job as it is  " in text.stdout
+    assert "fits: the job as it is" in text.stdout, "the table of --layouts"
+    assert json.loads(found.stdout)["layouts"] == []
     content = json.loads(found.stdout)
-    assert [one["changes"] for one in content["settings"]][0] == {ACTOR: False, CRITIC: False}
+    assert content["settings"][0]["changes"] == {ACTOR: False, CRITIC: False}
     assert len(content["settings"]) == 3
     assert all(one["fits"] and one["step"] < content["seconds"]["step"] for one in content["settings"])
