@@ -42,6 +42,15 @@ Templates = Annotated[
         show_default=False,
     ),
 ]
+Gpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        metavar="[POOL=]NAME",
+        help="Kind of GPU, for all pools or for one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
+        show_default="H200",
+    ),
+]
 
 
 class PackagedModel(StrEnum):
@@ -111,15 +120,7 @@ def plan(
     file: File,
     sets: Sets = None,
     templates: Templates = None,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu",
-            metavar="[POOL=]NAME",
-            help="Kind of GPU, for all pools or for one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
-            show_default="H200",
-        ),
-    ] = None,
+    gpus: Gpus = None,
     network: Annotated[
         float | None,
         typer.Option(

@@ -61,42 +61,10 @@ def as_json(
 ) -> str:
     """Return the same as JSON; sizes in bytes."""
     seconds = _seconds_of(plan, network)
-    pools = [
-        {
-            "pool": pool.name,
-            "gpu": pool.gpu.name,
-            "gpuBytes": pool.gpu.memory,
-            "bytes": pool.total,
-            "fits": pool.fits,
-            "isClose": pool.is_close,
-            "changes": list(pool.changes),
-            "training": pool.memory.training,
-            "push": pool.memory.push,
-            "generation": pool.memory.generation,
-            "processes": pool.memory.processes,
-            "rollout": None if pool.engine is None else vars(pool.engine),
-            "roles": [
-                {
-                    "role": found.role.name,
-                    "parameters": found.measured.num_parameters,
-                    "weights": found.need.weights,
-                    "gradients": found.need.gradients,
-                    "optimizer": found.need.optimizer,
-                    "activations": found.need.activations,
-                    "peak": found.peak,
-                    "staysGathered": found.stays_gathered,
-                    "stages": found.stages,
-                    "expertsOver": found.experts_over,
-                }
-                for found in pool.roles
-            ],
-        }
-        for pool in plan.pools
-    ]
     content: dict[str, Any] = {
         "fits": plan.fits,
         "isClose": plan.is_close,
-        "pools": pools,
+        "pools": [_pool_values(pool) for pool in plan.pools],
         "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
         "links": [vars(link) for link in _links_of(plan)],
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
@@ -120,6 +88,38 @@ def as_json(
         "errors": [_error(one) for one in stored()[0]],
     }
     return json.dumps(content, indent=2)
+
+
+def _pool_values(pool: PoolPlan) -> dict[str, Any]:
+    return {
+        "pool": pool.name,
+        "gpu": pool.gpu.name,
+        "gpuBytes": pool.gpu.memory,
+        "bytes": pool.total,
+        "fits": pool.fits,
+        "isClose": pool.is_close,
+        "changes": list(pool.changes),
+        "training": pool.memory.training,
+        "push": pool.memory.push,
+        "generation": pool.memory.generation,
+        "processes": pool.memory.processes,
+        "rollout": None if pool.engine is None else vars(pool.engine),
+        "roles": [
+            {
+                "role": found.role.name,
+                "parameters": found.measured.num_parameters,
+                "weights": found.need.weights,
+                "gradients": found.need.gradients,
+                "optimizer": found.need.optimizer,
+                "activations": found.need.activations,
+                "peak": found.peak,
+                "staysGathered": found.stays_gathered,
+                "stages": found.stages,
+                "expertsOver": found.experts_over,
+            }
+            for found in pool.roles
+        ],
+    }
 
 
 def _error(one: Compared) -> dict[str, Any]:
