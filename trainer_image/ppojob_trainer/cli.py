@@ -42,6 +42,15 @@ Templates = Annotated[
         show_default=False,
     ),
 ]
+Gpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        metavar="[POOL=]NAME",
+        help="Kind of GPU, for all pools or for one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
+        show_default="H200",
+    ),
+]
 
 
 class PackagedModel(StrEnum):
@@ -111,15 +120,7 @@ def plan(
     file: File,
     sets: Sets = None,
     templates: Templates = None,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu",
-            metavar="[POOL=]NAME",
-            help="Kind of GPU, for all pools or for one: B200, H200, H100, A100 (80 GB) or L40S. Repeatable.",
-            show_default="H200",
-        ),
-    ] = None,
+    gpus: Gpus = None,
     network: Annotated[
         float | None,
         typer.Option(
@@ -131,9 +132,17 @@ def plan(
         ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are in bytes.")] = False,
-    layouts: Annotated[
-        bool, typer.Option("--layouts", help="Also plan other sizes of the pools, from half to double.")
-    ] = False,
+    # One parameter with two flags, which may both be given: True is --layouts, and False is --settings.
+    others: Annotated[
+        list[bool] | None,
+        typer.Option(
+            "--layouts/--settings",
+            metavar="",
+            help="--layouts: also plan other sizes of the pools, from half to double. --settings: also plan without "
+            "gradient checkpointing, with the largest passes that fit. Both can be given.",
+            show_default=False,
+        ),
+    ] = None,
     each_error: Annotated[
         bool, typer.Option("--errors", help="Show the planned number beside each measured one.")
     ] = False,
@@ -144,19 +153,23 @@ def plan(
     from ppojob_trainer.planning import plan_job
     from ppojob_trainer.planning.gpus import gpus_of_pools
     from ppojob_trainer.planning.layouts import plan_other_sizes
+    from ppojob_trainer.planning.measured_once import measured_once
     from ppojob_trainer.planning.report import as_json, as_text
+    from ppojob_trainer.planning.settings import plan_other_settings
 
     spec = _load(file, sets, templates).spec
     with _refusals():
         kinds = gpus_of_pools([pool.name for pool in spec.pools], gpus or [])
-        found = plan_job(spec, kinds)
-        others = list(plan_other_sizes(spec, kinds)) if layouts else []
+        runner = measured_once()
+        found = plan_job(spec, kinds, runner=runner)
+        sizes = list(plan_other_sizes(spec, kinds, runner=runner)) if True in (others or []) else []
+        settings = list(plan_other_settings(found, kinds, runner=runner)) if False in (others or []) else None
         bytes_per_s = None if network is None else network * 1e9
         if is_json:
-            typer.echo(as_json(found, others, bytes_per_s))
+            typer.echo(as_json(found, sizes, settings, bytes_per_s))
         else:
             # Wide enough for the tables, also in a pipe.
-            text = as_text(found, others, each_error=each_error, network=bytes_per_s)
+            text = as_text(found, sizes, settings, each_error=each_error, network=bytes_per_s)
             Console(highlight=False, width=_PLAN_WIDTH, markup=False).print(text, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)

@@ -1,7 +1,4 @@
-"""Plans a job with other sizes of its pools: those that `recommendation` would try. Called by `cli`.
-
-A role is measured once for each number of its GPUs, whatever the other pools are.
-"""
+"""Plans a job with other sizes of its pools: those that `recommendation` would try. Called by `cli`."""
 
 from __future__ import annotations
 
@@ -13,28 +10,22 @@ from ppojob_trainer.controller.pool_sizes import fewer, more, moved
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import Plan, Runner, plan_job
-from ppojob_trainer.planning.role_memory import measure
-from ppojob_trainer.planning.work import Measured, Work
 
 __all__ = ["plan_other_sizes"]
 
 
-def plan_other_sizes(spec: PPOJobSpec, gpus: Mapping[str, Gpu], *, runner: Runner = measure) -> Iterator[Plan]:
-    """Yield the plan of each other valid size of the pools, from half to double, the fewest GPUs first."""
-    known: dict[object, Measured] = {}
+def plan_other_sizes(spec: PPOJobSpec, gpus: Mapping[str, Gpu], *, runner: Runner) -> Iterator[Plan]:
+    """Yield the plan of each other valid size of the pools, from half to double, the fewest GPUs first.
 
-    def once(work: Work) -> Measured:
-        passes = (work.sequences, work.update_sequences, work.num_passes, work.num_forward)
-        key = (work.kind, work.dims, passes, work.options.stays_gathered)
-        if key not in known:
-            known[key] = runner(work)
-        return known[key]
-
+    Args:
+        gpus: of each pool.
+        runner: see `plan_job`; `measured_once` saves most of the time.
+    """
     spec = resolve(spec)
     candidates = [pools for find in (fewer, more, moved) for pools in find(spec)]
     for pools in sorted(candidates, key=lambda found: sum(pool.gpus for pool in found)):
         try:
-            yield plan_job(spec.model_copy(update={"pools": pools}), gpus, runner=once)
+            yield plan_job(spec.model_copy(update={"pools": pools}), gpus, runner=runner)
         except ModelMismatchError:
             # Its sizes do not divide the model.
             continue

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -47,10 +46,8 @@ def _of_role(spec: PPOJobSpec, found: RolePlan) -> Iterator[tuple[float, str]]:
             yield freed, f"{words} (half of the adapters: {freed / _GB:.1f} GB)"
         if found.stays_gathered:
             yield need.activations / 2, f"model.{name}.reshardAfterForward: true"
-    length = spec.data.max_prompt_length + spec.data.max_response_length
     section = {Role.CRITIC.value: "critic", REWARD_MODEL: "model.reward"}.get(base_role(role.name), "actor")
-    # A group of ranks that divide a sequence has a budget of as many times these tokens.
-    halved = max(math.ceil(length / role.dims(spec).slices), role.max_tokens // 2)
+    halved = max(role.fewest_tokens(spec), role.max_tokens // 2)
     if halved < role.max_tokens:
         yield need.activations / 2, f"{section}.maxTokensPerGPU: {halved} (now {role.max_tokens})"
 

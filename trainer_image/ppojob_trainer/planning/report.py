@@ -14,6 +14,7 @@ from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
 from ppojob_trainer.planning.pool import KNOWN_ERROR, PoolPlan
 from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of, workload_of
+from ppojob_trainer.planning.settings import ChangedPlan
 from ppojob_trainer.planning.traffic import Link, links_of
 
 __all__ = ["as_json", "as_text"]
@@ -23,12 +24,18 @@ _COLUMNS: Final = ("parameters (billions)", "weights", "gradients", "optimizer",
 
 
 def as_text(
-    plan: Plan, others: Sequence[Plan] = (), *, each_error: bool = False, network: float | None = None
+    plan: Plan,
+    others: Sequence[Plan] = (),
+    settings: Sequence[ChangedPlan] | None = None,
+    *,
+    each_error: bool = False,
+    network: float | None = None,
 ) -> Group:
     """Return the tables and sentences of a plan.
 
     Args:
         others: plans of other sizes of its pools.
+        settings: plans of other settings; None: they were not planned.
         network: see `seconds.seconds_of`.
         each_error: show the plan beside each measured number, instead of the range of its errors.
     """
@@ -38,51 +45,26 @@ def as_text(
     parts += [_hosts(plan.hosts), "", _links(_links_of(plan)), ""]
     if others:
         parts += [_layouts([plan, *others], network), ""]
+    if settings is not None:
+        parts += [_settings(plan, settings, network), ""]
     parts += [_seconds(plan, network), "", (_errors if each_error else _ranges)(stored()[0])]
     if notes := [*plan.notes, *phases_beyond_limit(plan, network)]:
         parts += ["", *[f"note: {note}" for note in notes]]
     return Group(*parts)
 
 
-def as_json(plan: Plan, others: Sequence[Plan] = (), network: float | None = None) -> str:
+def as_json(
+    plan: Plan,
+    others: Sequence[Plan] = (),
+    settings: Sequence[ChangedPlan] | None = None,
+    network: float | None = None,
+) -> str:
     """Return the same as JSON; sizes in bytes."""
     seconds = _seconds_of(plan, network)
-    pools = [
-        {
-            "pool": pool.name,
-            "gpu": pool.gpu.name,
-            "gpuBytes": pool.gpu.memory,
-            "bytes": pool.total,
-            "fits": pool.fits,
-            "isClose": pool.is_close,
-            "changes": list(pool.changes),
-            "training": pool.memory.training,
-            "push": pool.memory.push,
-            "generation": pool.memory.generation,
-            "processes": pool.memory.processes,
-            "rollout": None if pool.engine is None else vars(pool.engine),
-            "roles": [
-                {
-                    "role": found.role.name,
-                    "parameters": found.measured.num_parameters,
-                    "weights": found.need.weights,
-                    "gradients": found.need.gradients,
-                    "optimizer": found.need.optimizer,
-                    "activations": found.need.activations,
-                    "peak": found.peak,
-                    "staysGathered": found.stays_gathered,
-                    "stages": found.stages,
-                    "expertsOver": found.experts_over,
-                }
-                for found in pool.roles
-            ],
-        }
-        for pool in plan.pools
-    ]
     content: dict[str, Any] = {
         "fits": plan.fits,
         "isClose": plan.is_close,
-        "pools": pools,
+        "pools": [_pool_values(pool) for pool in plan.pools],
         "hosts": [{**vars(host), "fits": host.fits} for host in plan.hosts],
         "links": [vars(link) for link in _links_of(plan)],
         "seconds": {**seconds.phases, "step": seconds.step.seconds},
@@ -94,9 +76,50 @@ def as_json(plan: Plan, others: Sequence[Plan] = (), network: float | None = Non
             {"pools": {pool.name: pool.gpus for pool in one.spec.pools}, "fits": one.fits, "isClose": one.is_close}
             for one in others
         ],
+        "settings": [
+            {
+                "changes": one.changes,
+                "fits": one.plan.fits,
+                "isClose": one.plan.is_close,
+                "step": _step_of(one.plan, network),
+            }
+            for one in _fastest_first(settings or [], network)
+        ],
         "errors": [_error(one) for one in stored()[0]],
     }
     return json.dumps(content, indent=2)
+
+
+def _pool_values(pool: PoolPlan) -> dict[str, Any]:
+    return {
+        "pool": pool.name,
+        "gpu": pool.gpu.name,
+        "gpuBytes": pool.gpu.memory,
+        "bytes": pool.total,
+        "fits": pool.fits,
+        "isClose": pool.is_close,
+        "changes": list(pool.changes),
+        "training": pool.memory.training,
+        "push": pool.memory.push,
+        "generation": pool.memory.generation,
+        "processes": pool.memory.processes,
+        "rollout": None if pool.engine is None else vars(pool.engine),
+        "roles": [
+            {
+                "role": found.role.name,
+                "parameters": found.measured.num_parameters,
+                "weights": found.need.weights,
+                "gradients": found.need.gradients,
+                "optimizer": found.need.optimizer,
+                "activations": found.need.activations,
+                "peak": found.peak,
+                "staysGathered": found.stays_gathered,
+                "stages": found.stages,
+                "expertsOver": found.experts_over,
+            }
+            for found in pool.roles
+        ],
+    }
 
 
 def _error(one: Compared) -> dict[str, Any]:
@@ -188,8 +211,26 @@ def _layouts(plans: Sequence[Plan], network: float | None) -> Table:
         most = max(pool.total for pool in plan.pools)
         verdict = plan.verdict + ("" if number else ": the job as it is")
         gpus = str(sum(pool.gpus for pool in plan.spec.pools))
-        table.add_row(sizes, gpus, _gb(most), f"{_seconds_of(plan, network).step.seconds:.1f}", verdict)
+        table.add_row(sizes, gpus, _gb(most), f"{_step_of(plan, network):.1f}", verdict)
     return table
+
+
+def _settings(plan: Plan, others: Sequence[ChangedPlan], network: float | None) -> Group:
+    table = _table("other settings, with the same results", "most on a GPU, GB", "step, s", "")
+    for number, one in enumerate([ChangedPlan({}, plan), *_fastest_first(others, network)]):
+        changes = ", ".join(f"{field}: {json.dumps(value)}" for field, value in one.changes.items())
+        most = max(pool.total for pool in one.plan.pools)
+        name = changes if number else "the job as it is"
+        table.add_row(name, _gb(most), f"{_step_of(one.plan, network):.1f}", one.plan.verdict)
+    return Group(table, *([] if others else ["No other setting of gradientCheckpointing is faster and fits."]))
+
+
+def _fastest_first(plans: Sequence[ChangedPlan], network: float | None) -> list[ChangedPlan]:
+    return sorted(plans, key=lambda one: _step_of(one.plan, network))
+
+
+def _step_of(plan: Plan, network: float | None) -> float:
+    return _seconds_of(plan, network).step.seconds
 
 
 def _links_of(plan: Plan) -> list[Link]:

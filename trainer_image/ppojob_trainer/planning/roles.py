@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,13 @@ class PlannedRole:
         """Return how its ranks are divided."""
         pool = spec.pool(self.pool)
         return dims_of(self.divided_like, pool.gpus, pool.gpus_per_node, self.config)
+
+    def fewest_tokens(self, spec: PPOJobSpec) -> int:
+        """Return the smallest `maxTokensPerGPU` with which a pass holds the longest sequence.
+
+        A group of ranks that divide a sequence has a budget of as many times these tokens.
+        """
+        return math.ceil((spec.data.max_prompt_length + spec.data.max_response_length) / self.dims(spec).slices)
 
 
 @dataclass(frozen=True)

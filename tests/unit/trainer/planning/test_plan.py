@@ -14,7 +14,6 @@ from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.planning import ShapeNotFoundError, plan_job
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
-from ppojob_trainer.planning.layouts import plan_other_sizes
 from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.role_memory import measure
@@ -122,24 +121,6 @@ def test_a_share_without_room_for_a_sequence_does_not_fit(tmp_path: Path) -> Non
     assert found.pools[0].engine.num_sequences == 0
     assert not found.fits
     assert any(one.startswith("rollout.tensorParallelSize (now 1)") for one in found.pools[0].changes)
-
-
-def test_other_sizes_are_planned_and_each_role_is_measured_once_for_each_size(tmp_path: Path) -> None:
-    pools = [{"name": "a", "gpusPerNode": 2}, {"name": "c", "gpusPerNode": 2}]
-    placement = {"actor": "a", "critic": "c", "ref": ["c"], "reward": ["c"]}
-    spec = job(write_config(tmp_path), pools=pools, placement=placement)
-    measured: list[tuple[str, int]] = []
-
-    def counted(work: Work) -> Measured:
-        measured.append((work.kind, work.dims.world_size))
-        return stub(work)
-
-    plans = list(plan_other_sizes(spec, {"a": H200, "c": H200}, runner=counted))
-    sizes = [tuple(pool.gpus for pool in one.spec.pools) for one in plans]
-    assert sizes[0] in {(1, 2), (2, 1)}
-    assert {(1, 2), (2, 1), (1, 3), (3, 1)} <= set(sizes)
-    assert all(one.fits for one in plans)
-    assert sorted(set(measured)) == sorted(measured)
 
 
 def test_the_cache_by_hand(tmp_path: Path) -> None:
