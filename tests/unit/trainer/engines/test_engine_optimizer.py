@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+from torch.distributed.tensor.placement_types import Placement
 
 from ppojob_api.v1alpha1.training import ActorSpec, LearningRateSchedule
 from ppojob_trainer.engines.train.dims import ParallelDims
@@ -52,7 +53,7 @@ def test_norms_over_a_mesh_are_summed_over_the_axes_that_divide_a_gradient(monke
     with fake_ranks(ParallelDims(shard=4)):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
         other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-        placed = {
+        placed: dict[str, tuple[DeviceMesh, list[Placement]]] = {
             "over four": (mesh, [Shard(0), Shard(0)]),
             "over two": (mesh, [Replicate(), Shard(0)]),
             "on each": (mesh, [Replicate(), Replicate()]),
