@@ -26,7 +26,7 @@ def test_after_sigterm_the_table_of_the_finished_layouts_is_printed(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(bench_parallel, "run_two_ranks", stopped)
-    monkeypatch.setattr(bench_parallel.workload, "prepare", lambda *_: None)
+    monkeypatch.setattr(bench_parallel.workload, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", ["bench_parallel", "--output", str(tmp_path)])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -139,7 +139,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = [tensor.nbytes for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor)]
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "exchange")
         group = _group_of(args)
-        kind = self.kinds.get(group.group_name, kind)
+        # Sums, such as those of log-probs, are not what the group is for.
+        if not name.startswith("allreduce"):
+            kind = self.kinds.get(group.group_name, kind)
         # Of a gather the result is the largest, of a reduction what is sent.
         size = max(sizes, default=0)
         self.traffic.received[kind] += size

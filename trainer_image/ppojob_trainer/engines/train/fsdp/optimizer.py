@@ -144,8 +144,9 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _axes_of(gradient: DTensor) -> tuple[int, ...]:
     """Return the axes of the mesh over which a gradient is divided; ranks of the others have the same."""
-    assert all(placement.is_shard() or placement.is_replicate() for placement in gradient.placements)
-    return tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+    # Of two axes that divide the same dimension, torch calls one by another class of placement, which is no shard.
+    assert not any(placement.is_partial() for placement in gradient.placements)
+    return tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
 def _of_meshes(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
