@@ -328,8 +328,8 @@ def test_the_report_of_divided_experts_says_what_it_assumes(tmp_path: Path) -> N
     (assumed,) = content["assumptions"]
     assert assumed.startswith("Routing is taken to be even (actor, ref): all experts of a layer get equally many")
     # 8 sequences of 128 tokens, each with experts on both ranks: hidden state, two choices and two weights of a token
-    # go to both, with the numbers of rows. Two micro-batches, 3 layers; updates send hidden states and weights twice, and
-    # gradients.
+    # go to both, with the numbers of rows. Two micro-batches, 3 layers; updates send hidden states and weights twice,
+    # and gradients.
     tokens = 8 * 128 * 2
     hidden, choices, weights, sizes = tokens * HIDDEN * 2, tokens * 2 * 4, tokens * 2 * 2, 8 * (8 + 2)
     of_pass, of_update = 2 * hidden + choices + weights + sizes, 5 * hidden + choices + 3 * weights + sizes
