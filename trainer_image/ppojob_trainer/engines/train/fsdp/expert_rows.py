@@ -59,7 +59,7 @@ class Rows:
     def first(self, num_rows: int) -> Rows:
         """Return the first rows alone: as many as choices have one. Copies, because a view keeps the others too."""
         choices, tokens, of_tokens = (each[:num_rows].clone() for each in (self.choices, self.tokens, self.of_tokens))
-        return Rows(choices, tokens, of_tokens, self.starts.clone())
+        return Rows(choices, tokens, of_tokens, self.starts)
 
 
 def spread(tokens_TD: Tensor, rows: Rows) -> Tensor:
