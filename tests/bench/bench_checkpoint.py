@@ -263,13 +263,7 @@ def _job(data: Path, size: workload.Size, arguments: argparse.Namespace, *, is_a
     # As many responses a step as without groups.
     spec["data"]["trainBatchSize"] //= _SAMPLES
     spec["actor"]["miniBatchSize"] = max(1, spec["actor"]["miniBatchSize"] // _SAMPLES)
-    for setting in arguments.set:
-        path, value = setting.split("=", 1)
-        *names, field = path.split(".")
-        target = spec
-        for name in names:
-            target = target.setdefault(name, {})
-        target[field] = yaml.safe_load(value)
+    workload.set_fields(spec, arguments.set)
     return job
 
 

@@ -29,8 +29,8 @@ import yaml
 from ppojob_trainer.telemetry.trace import read_trace
 from tests.bench import host_memory, workload
 from tests.bench.layouts import layout
+from tests.bench.measurement import PROGRAM
 
-PROGRAM = "from ppojob_trainer.cli import main; main()"
 CRITICS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": {"critic": {"lora": {"rank": 16}}}},
@@ -180,13 +180,7 @@ def _job(data: Path, size: workload.Size, arguments: argparse.Namespace) -> dict
         spec["rollout"]["samplesPerPrompt"] = _SAMPLES
         spec["data"]["trainBatchSize"] //= _SAMPLES
         spec["actor"]["miniBatchSize"] = max(1, spec["actor"]["miniBatchSize"] // _SAMPLES)
-    for setting in arguments.set:
-        path, value = setting.split("=", 1)
-        *sections_of, field = path.split(".")
-        target = spec
-        for section in sections_of:
-            target = target.setdefault(section, {})
-        target[field] = yaml.safe_load(value)
+    workload.set_fields(spec, arguments.set)
     return job
 
 

@@ -1,7 +1,7 @@
 """Measures workload W in several placements and schedules, one after the other on this machine, and prints ratios.
 
     python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--engine-alone]
-        [--prompts N] [--response-tokens N] [--verl [PYTHON]]
+        [--prompts N] [--response-tokens N] [--no-save] [--verl [PYTHON]]
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
 the steps after the warm-up. With --verl the peer verl does the same work on the same GPUs afterwards, and stands beside
@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from tests.bench import predictions, report, workload
@@ -27,6 +26,8 @@ from tests.bench.generation import measure_alone
 from tests.bench.layouts import Layout, layout, layouts
 from tests.bench.measurement import WARM_UP_STEPS, Result, Run, measure, spec_of
 from tests.bench.verl_run import NoVerlError, Verl, find, measure_verl
+
+_MANY_STEPS = 1_000_000
 
 
 def main() -> None:
@@ -44,7 +45,8 @@ def main() -> None:
     for name, sections in arguments.layouts.items():
         if workload.needs_reward_model(sections):
             workload.prepare_reward_model(data, size)
-        results.append(measure(name, _job(data, size, sections, arguments), output / name))
+        job = _job(data, size, sections, arguments)
+        results.append(measure(name, job, output / name, stop_after=arguments.steps if arguments.no_save else None))
         console.print(f"{name}: {results[-1].step_s:.3f} s a step")
     alone = _alone(results, size, output) if arguments.engine_alone else {}
     runs: list[Run] = [*results]
@@ -76,8 +78,10 @@ def _size(arguments: argparse.Namespace) -> workload.Size:
 def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the job of a layout, as the command line wants it."""
     job = workload.job(data, size, sections, arguments.steps, arguments.device)
-    for setting in arguments.set:
-        _set(job["spec"], *setting.split("=", 1))
+    workload.set_fields(job["spec"], arguments.set)
+    if arguments.no_save:
+        # More than are ever trained, so that no last save comes before the end.
+        job["spec"]["trainer"]["totalSteps"] = _MANY_STEPS
     return job
 
 
@@ -100,6 +104,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help=f"more than the {WARM_UP_STEPS} of the warm-up")
     parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
     parser.add_argument("--set", action="append", default=[], help="section.field=YAML value, for every layout")
+    parser.add_argument(
+        "--no-save", action="store_true", help="end each run after its last step, before it saves a checkpoint"
+    )
     parser.add_argument("--engine-alone", action="store_true", help="generate with the engine alone too, and compare")
     parser.add_argument(
         "--verl", nargs="?", const=sys.executable, metavar="PYTHON", help="measure verl too, with this interpreter's"
@@ -121,6 +128,8 @@ def _arguments() -> argparse.Namespace:
         )
     if arguments.verl is not None and (arguments.prompts, arguments.response_tokens) != (None, None):
         parser.error("--prompts and --response-tokens: verl is measured with workload W alone")
+    if arguments.verl is not None and arguments.no_save:
+        parser.error("--no-save: verl ends after its last step, so it saves as we do without --no-save")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
     if arguments.verl is not None:
@@ -148,13 +157,6 @@ def _alone(results: list[Result], size: workload.Size, output: Path) -> dict[int
             job = output / result.name / "job.yaml"
             found[number] = measure_alone(job, number, len(result.steps), output / f"engine-alone-{number}")
     return found
-
-
-def _set(spec: dict[str, Any], path: str, value: str) -> None:
-    *parents, last = path.split(".")
-    for part in parents:
-        spec = spec.setdefault(part, {})
-    spec[last] = yaml.safe_load(value)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +26,9 @@ from ppojob_trainer.controller.step_time import Layout, is_of_step
 from ppojob_trainer.telemetry.trace import Span, read_trace
 
 WARM_UP_STEPS = 3
+PROGRAM = "from ppojob_trainer.cli import main; main()"
 RUN_LIMIT_S = 900.0
+_POLL_S = 0.5
 _TIMING = "timing_s/"
 
 
@@ -86,8 +90,11 @@ class Result(Run):
         return self.layout.gpus_of(Phase.GENERATE) // self.spec.rollout.tensor_parallel_size
 
 
-def measure(name: str, job: Mapping[str, Any], folder: Path) -> Result:
+def measure(name: str, job: Mapping[str, Any], folder: Path, *, stop_after: int | None = None) -> Result:
     """Run one layout to its end; a finished run of the same job in the folder is read, not repeated.
+
+    Args:
+        stop_after: step after which the run is killed, before it saves a checkpoint.
 
     Raises:
         RuntimeError: it failed; the message says where its log is.
@@ -99,25 +106,49 @@ def measure(name: str, job: Mapping[str, Any], folder: Path) -> Result:
         folder.mkdir(parents=True)
         file.write_text(text, encoding="utf-8")
         started = time.time()
-        _run(name, file, folder)
+        _run(name, file, folder, stop_after)
         finished.write_text(json.dumps({"started": started}), encoding="utf-8")
     return read(name, folder)
 
 
-def _run(name: str, file: Path, folder: Path) -> None:
+def _run(name: str, file: Path, folder: Path, stop_after: int | None) -> None:
     log = folder / "log.txt"
-    program = "from ppojob_trainer.cli import main; main()"
-    command = [sys.executable, "-c", program, "run", str(file), "--output", str(folder / "run")]
+    command = [sys.executable, "-c", PROGRAM, "run", str(file), "--output", str(folder / "run")]
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(RUN_LIMIT_S)
+            code = _wait(process, folder / "run" / "metrics.jsonl", stop_after)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait(60)
     if code != 0:
         raise RuntimeError(f"layout {name} ended with {code}: see {log}\n{log.read_text(encoding='utf-8')[-3000:]}")
+
+
+def _wait(process: subprocess.Popen[bytes], metrics: Path, stop_after: int | None) -> int:
+    """Return the exit status of a run; 0 if it was killed after its last step.
+
+    Raises:
+        subprocess.TimeoutExpired: it still runs after `RUN_LIMIT_S`.
+    """
+    if stop_after is None:
+        return process.wait(RUN_LIMIT_S)
+    end = time.monotonic() + RUN_LIMIT_S
+    while process.poll() is None and _num_steps(metrics) < stop_after:
+        if time.monotonic() > end:
+            raise subprocess.TimeoutExpired(process.args, RUN_LIMIT_S)
+        time.sleep(_POLL_S)
+    if process.returncode is not None:
+        return process.returncode
+    # Ray's processes end with the one that started them. A graceful stop would save.
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return 0
+
+
+def _num_steps(metrics: Path) -> int:
+    return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
 
 
 def read(name: str, folder: Path) -> Result:

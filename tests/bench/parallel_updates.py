@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,19 +30,30 @@ from tests.bench.bench_checkpoint import make_batch, seconds_of
 from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-LAYOUTS: Final[Mapping[str, tuple[ParallelDims, bool]]] = {
-    "data-2": (ParallelDims(shard=2), True),
-    "tensor-2": (ParallelDims(tensor=2), True),
-    "pipeline-2": (ParallelDims(pipeline=2), True),
-    "pipeline-2-interleaved": (ParallelDims(pipeline=2, virtual=2), True),
-    "sequence-2": (ParallelDims(sequence=2), True),
-    "experts-2": (ParallelDims(shard=2, expert=2), True),
-    "data-2-eager": (ParallelDims(shard=2), False),
-    "tensor-2-eager": (ParallelDims(tensor=2), False),
-    "pipeline-2-eager": (ParallelDims(pipeline=2), False),
-    "pipeline-2-interleaved-eager": (ParallelDims(pipeline=2, virtual=2), False),
+
+@dataclass(frozen=True)
+class Compared:
+    """One layout. micro_batches: as a multiple of those that a pipeline has."""
+
+    dims: ParallelDims
+    is_compiled: bool = True
+    micro_batches: float = 1
+
+
+LAYOUTS: Final[Mapping[str, Compared]] = {
+    "data-2": Compared(ParallelDims(shard=2)),
+    "tensor-2": Compared(ParallelDims(tensor=2)),
+    # Each rank has as many micro-batches as with data-2.
+    "tensor-2-large-passes": Compared(ParallelDims(tensor=2), micro_batches=0.5),
+    "pipeline-2": Compared(ParallelDims(pipeline=2)),
+    "pipeline-2-interleaved": Compared(ParallelDims(pipeline=2, virtual=2)),
+    "sequence-2": Compared(ParallelDims(sequence=2)),
+    "experts-2": Compared(ParallelDims(shard=2, expert=2)),
+    "data-2-eager": Compared(ParallelDims(shard=2), is_compiled=False),
+    "tensor-2-eager": Compared(ParallelDims(tensor=2), is_compiled=False),
+    "pipeline-2-eager": Compared(ParallelDims(pipeline=2), is_compiled=False),
+    "pipeline-2-interleaved-eager": Compared(ParallelDims(pipeline=2, virtual=2), is_compiled=False),
 }
-"""The sizes of each layout, and whether the layers are compiled."""
 # A quarter of each sequence is prompt.
 _PROMPT_SHARE, _WARM_UP = 4, 2
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -113,12 +125,13 @@ def main() -> None:
     found: dict[str, Any] = {}
     for argument in sys.argv[11:]:
         name, port = argument.split(":")
-        dims, is_compiled = LAYOUTS[name]
+        compared = LAYOUTS[name]
+        dims = compared.dims
         prompt = tokens // _PROMPT_SHARE
         batch = make_batch(rows, prompt, tokens - prompt, num_minibatches=1)
         shard = batch.split(rows // dims.num_shards)[dims.shard_of(rank)]
         # The engine multiplies it by the sequence-parallel ranks, which compute a slice of a micro-batch each.
-        max_tokens = rows * tokens // micro_batches // dims.sequence
+        max_tokens = int(rows * tokens / (micro_batches * compared.micro_batches)) // dims.sequence
         torch.compiler.reset()
         if device is Device.CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -128,7 +141,7 @@ def main() -> None:
             batch=shard,
             max_tokens=max_tokens,
             updates=updates,
-            is_compiled=is_compiled,
+            is_compiled=compared.is_compiled,
             has_adapters=bool(has_adapters),
             profile=out / f"profile-{name}-{rank}.txt" if is_profiled else None,
         )

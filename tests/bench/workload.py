@@ -14,10 +14,12 @@ import json
 import multiprocessing
 import random
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ppojob_trainer.commands.kubernetes_yaml import parse
 
 NUM_PROMPTS = 256
 PROMPT_TOKENS = 130
@@ -157,6 +159,17 @@ def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = No
             file.write(json.dumps(row) + "\n")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     (folder / "finished").touch()
+
+
+def set_fields(spec: dict[str, Any], settings: Iterable[str]) -> None:
+    """Set fields of a job's spec, such as `actor.maxTokensPerGPU=8192`: each value is YAML, as Kubernetes reads it."""
+    for setting in settings:
+        path, value = setting.split("=", 1)
+        *sections, field = path.split(".")
+        target = spec
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[field] = parse(value)
 
 
 def needs_reward_model(layout: Mapping[str, Any]) -> bool:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
 
 from ppojob_trainer.telemetry.trace import Span, TraceWriter
-from tests.bench import predictions, report, workload
+from tests.bench import measurement, predictions, report, workload
 from tests.bench.floors import sync_floor
 from tests.bench.layouts import layout
 from tests.bench.measurement import Result, measure, read, share_between_phases
@@ -142,3 +143,37 @@ def test_time_in_which_no_phase_runs_is_between_phases() -> None:
 
     assert share_between_phases(spans, 2) == pytest.approx(0.1)
     assert share_between_phases(spans, 3) is None
+
+
+# Writes a step every 50 ms, beside a process of its own, and never ends.
+ENDLESS = """
+import json, pathlib, subprocess, sys, time
+run = pathlib.Path(sys.argv[-1])
+run.mkdir()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(run / "child").write_text(str(child.pid))
+(run / "trace.json").write_text("[]")
+for step in range(1, 10_000):
+    row = {"step": step, "time": time.time(), "timing_s/step": 0.05}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\\n")
+    time.sleep(0.05)
+"""
+
+
+def test_a_run_is_killed_after_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "PROGRAM", ENDLESS)
+    job = workload.job(Path("/w"), SIZE, layout("colocated", 2), 5, "CUDA")
+
+    result = measure("colocated", job, tmp_path / "colocated", stop_after=5)
+
+    assert len(result.steps) >= 2
+    child = int((tmp_path / "colocated" / "run" / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_ends_before_its_last_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "PROGRAM", "raise SystemExit('no memory')")
+    job = workload.job(Path("/w"), SIZE, layout("colocated", 2), 5, "CUDA")
+    with pytest.raises(RuntimeError, match=r"layout colocated ended with 1: see (.|\n)*no memory"):
+        measure("colocated", job, tmp_path / "colocated", stop_after=5)

@@ -204,3 +204,13 @@ def test_weights_cross_a_link_once() -> None:
     # 494 million parameters in bfloat16 over 450 GB/s.
     assert num_parameters(shape, workload.Size()) == pytest.approx(494e6, rel=0.001)
     assert sync_floor(shape, workload.Size(), 450e9) == pytest.approx(2 * 494e6 / 450e9, rel=0.001)
+
+
+def test_fields_are_set_as_kubernetes_reads_them() -> None:
+    spec: dict[str, Any] = {"actor": {"miniBatchSize": 64}}
+    workload.set_fields(spec, ["actor.learningRate=1e-5", "model.actor.lora={rank: 16}", "rollout.sleep=true"])
+    assert spec == {
+        "actor": {"miniBatchSize": 64, "learningRate": 1e-5},
+        "model": {"actor": {"lora": {"rank": 16}}},
+        "rollout": {"sleep": True},
+    }

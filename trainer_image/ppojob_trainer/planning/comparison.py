@@ -40,7 +40,7 @@ _KINDS_OF_SECONDS: Final = {
 @dataclass(frozen=True)
 class Compared:
     """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's rate comes from this
-    run itself."""
+    run itself. has_experts: it is the memory of a pool with a mixture of experts."""
 
     run: str
     what: str
@@ -48,6 +48,7 @@ class Compared:
     measured: float
     planned: float
     is_own_rate: bool = False
+    has_experts: bool = False
 
     @property
     def error(self) -> float:
@@ -58,7 +59,8 @@ class Compared:
     def kind(self) -> str:
         """What is compared, without the names of pool, role and phase."""
         if self.unit == "GB":
-            return "memory of a pool" if self.what.startswith("pool ") else "memory of one role"
+            kind = "memory of a pool" if self.what.startswith("pool ") else "memory of one role"
+            return f"{kind}, experts" if self.has_experts else kind
         kind = _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
         return f"{kind}, experts (own rate)" if self.is_own_rate else kind
 
@@ -117,7 +119,9 @@ def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], s
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
     for pool in plan.pools:
         if pool.name in run.pools:
-            yield Compared(run.name, f"pool {pool.name}", "GB", run.pools[pool.name], round(pool.total / _GB, 1))
+            planned = round(pool.total / _GB, 1)
+            measured = run.pools[pool.name]
+            yield Compared(run.name, f"pool {pool.name}", "GB", measured, planned, has_experts=pool.has_experts)
     for name, value in run.roles.items():
         yield Compared(run.name, name, "GB", value, round(plan.roles[name].peak / _GB, 1))
 

@@ -1,7 +1,6 @@
 """Runs that docs/measured.md describes, as jobs with what was measured. Data alone; called by `comparison`.
 
-Without the memory of jobs whose frozen weights had a second copy in the version that was measured: LoRA on one GPU, and
-experts that a GPU has alone.
+Without the memory of jobs whose frozen weights had a second copy in the version that was measured: LoRA on one GPU.
 """
 
 from __future__ import annotations
@@ -118,17 +117,17 @@ def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str
 _EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
 
 
-def _experts(**rollout: Any) -> dict[str, Any]:
+def _experts(tokens: int, **model: Any) -> dict[str, Any]:
     return _workload(
         "Qwen/Qwen3-30B-A3B",
         {"all": 2},
-        _CHECKPOINTING | {"lora": {"rank": 16, "targetModules": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
-        12_288,
+        _CHECKPOINTING | {"lora": {"rank": 16, "targetModules": ["q_proj", "k_proj", "v_proj", "o_proj"]}} | model,
+        tokens,
         data={"trainBatchSize": 16, "maxResponseLength": 1900},
         algorithm={"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
         actor={"miniBatchSize": 4, "expertParallelSize": 2},
         critic={"miniBatchSize": 4},
-        rollout={"samplesPerPrompt": 8, "tensorParallelSize": 2, "logProbs": True, **rollout},
+        rollout={"samplesPerPrompt": 8, "tensorParallelSize": 2, "logProbs": True},
     )
 
 
@@ -265,6 +264,24 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         step=25.0,
     ),
     MeasuredRun(
+        "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no checkpointing",
+        _workload(
+            _LARGE,
+            {"all": 2},
+            {},
+            8_192,
+            model={
+                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED, **_PLAIN},
+                "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED, **_PLAIN},
+            },
+            rollout={"sleep": True},
+        ),
+        pools={"all": 150.2},
+        roles={"actor": 100.3, "critic": 42.4, "ref": 13.0},
+        phases=_phases(3.72, 2.29, 2.28, 2.22, 5.17, 8.97, 0.65),
+        step=25.7,
+    ),
+    MeasuredRun(
         "7.6 B, one GPU, LoRA, 64 responses",
         _workload(
             _LARGE,
@@ -285,11 +302,13 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         sends_all=True,
     ),
     MeasuredRun(
-        _EXPERTS,
-        _experts(),
-        phases={"gen": 19.7, "old_log_prob": 5.29, "ref": 4.79, "update_actor": 21.1, "update_weights": 0.71},
-        step=53.0,
+        f"{_EXPERTS}, compiled",
+        _experts(32_768, **_COMPILED),
+        pools={"all": 136.0},
+        roles={"actor": 50.4},
+        phases={"gen": 19.94, "old_log_prob": 2.82, "ref": 2.78, "update_actor": 8.28, "update_weights": 0.77},
+        step=35.0,
     ),
     # Measured with an earlier version, whose other phases were slower.
-    MeasuredRun(f"{_EXPERTS}, all weights sent", _experts(), phases={"update_weights": 5.72}, sends_all=True),
+    MeasuredRun(f"{_EXPERTS}, all weights sent", _experts(12_288), phases={"update_weights": 5.72}, sends_all=True),
 )

@@ -12,10 +12,12 @@ from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.roles import PlannedRole
 from ppojob_trainer.planning.work import Measured
 
-__all__ = ["KNOWN_ERROR", "PoolPlan", "RolePlan", "most_planned"]
+__all__ = ["KNOWN_ERROR", "KNOWN_ERROR_OF_EXPERTS", "PoolPlan", "RolePlan"]
 
-KNOWN_ERROR: Final = 0.09
-"""Measured pools needed up to this share more memory than planned. A test compares it with the measured runs."""
+KNOWN_ERROR: Final = 0.13
+"""Measured pools used up to this share more memory than planned. A test compares it with the measured runs."""
+KNOWN_ERROR_OF_EXPERTS: Final = 0.20
+"""The same of a pool with a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,24 @@ class PoolPlan:
     @property
     def is_close(self) -> bool:
         """Whether it fits, but not with the plan's known error."""
-        return self.fits and self.total > most_planned(self.gpu)
+        return self.fits and self.total > self.most_planned
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a role has a mixture of experts."""
+        return any(found.measured.expert_layers > 0 for found in self.roles)
+
+    @property
+    def known_error(self) -> float:
+        """The share by which a measured pool of this kind used more memory than planned."""
+        return KNOWN_ERROR_OF_EXPERTS if self.has_experts else KNOWN_ERROR
+
+    @property
+    def most_planned(self) -> float:
+        """The most planned bytes that leave room for the known error."""
+        return self.gpu.memory / (1 + self.known_error)
 
     @property
     def verdict(self) -> str:
         """The answer in a word or two."""
         return "close" if self.is_close else "fits" if self.fits else "does not fit"
-
-
-def most_planned(gpu: Gpu) -> float:
-    """Return the most planned bytes that leave room for the plan's known error."""
-    return gpu.memory / (1 + KNOWN_ERROR)

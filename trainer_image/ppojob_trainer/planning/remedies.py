@@ -11,7 +11,7 @@ from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.main.memory_remedies import has_large_adapters
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.pool import PoolPlan, RolePlan, most_planned
+from ppojob_trainer.planning.pool import PoolPlan, RolePlan
 
 __all__ = ["remedies"]
 
@@ -68,7 +68,7 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
         yield engine.share, f"rollout.sleep: true (frees {engine.share / _GB:.1f} GB while roles compute)"
     # Engines that sleep have their share only while they generate.
     with_share = pool.memory.generation if spec.engines_sleep_in(pool.name) else pool.memory.most
-    excess = with_share + pool.memory.processes - most_planned(gpu)
+    excess = with_share + pool.memory.processes - pool.most_planned
     lower = round(share - excess / gpu.memory - 0.005, 2)
     length = spec.data.max_prompt_length + spec.data.max_response_length
     least = (engine.weights + engine.working + engine.cache_per_token * length) / gpu.memory

@@ -12,7 +12,7 @@ from rich.table import Table
 from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
-from ppojob_trainer.planning.pool import KNOWN_ERROR, PoolPlan
+from ppojob_trainer.planning.pool import PoolPlan
 from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of, workload_of
 from ppojob_trainer.planning.settings import ChangedPlan
 from ppojob_trainer.planning.traffic import Link, links_of
@@ -136,8 +136,8 @@ def _words(plan: Plan) -> str:
 
 def _close_words(pool: PoolPlan) -> str:
     return (
-        f"Pool {pool.name} is planned at {_gb(pool.total)} of {_gb(pool.gpu.memory)} GB, and measured pools needed up "
-        f"to {KNOWN_ERROR:.0%} more than planned: it may run out of memory without one of the changes below."
+        f"Pool {pool.name} is planned at {_gb(pool.total)} of {_gb(pool.gpu.memory)} GB, and measured pools used up "
+        f"to {pool.known_error:.0%} more than planned: it may run out of memory without one of the changes below."
     )
 
 

@@ -40,7 +40,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank receives from others, by kind; from_other_hosts: see `network`."""
+    """Bytes of a rank's collectives, by kind, with its own part: of a gather the result, of a reduction what is
+    reduced, of an exchange or a message what arrives. from_other_hosts: see `network`.
+    """
 
     received: Counter[str] = field(default_factory=Counter)
     from_other_hosts: Counter[str] = field(default_factory=Counter)

@@ -1,12 +1,13 @@
 """What a mixture of experts needs on fake tensors: what real ranks hold, and what they send each other."""
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, warn_once_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import ActorSpec
@@ -147,6 +148,16 @@ def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch
 
     assert whole - blocks.weights > layer
     assert 0 < blocks.push - blocks.weights - BUCKET_BYTES < whole - blocks.weights - BUCKET_BYTES - layer / 2
+
+
+def test_a_compiled_mixture_is_planned_without_a_warning(tmp_path: Path) -> None:
+    # torch warns once in a process.
+    warn_once_cache.clear()
+    compiled = work(tmp_path, ParallelDims(shard=2), compile=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        measure(compiled)
+    assert [str(one.message) for one in seen if "Dynamo" in str(one.message)] == []
 
 
 # torch's tracer makes one of each of ours.
