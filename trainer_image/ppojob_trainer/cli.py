@@ -139,7 +139,7 @@ def plan(
             "--layouts/--settings",
             metavar="",
             help="--layouts: also plan other sizes of the pools, from half to double. --settings: also plan without "
-            "gradient checkpointing, with the largest passes that fit. Both can be given.",
+            "gradient checkpointing, with the largest passes that fit, and without offload. Both can be given.",
             show_default=False,
         ),
     ] = None,

@@ -19,14 +19,16 @@ class Gpu:
 
     memory: bytes that CUDA reports, rounded down to a tenth of a GiB. bandwidth: of its memory, in bytes per second.
     network: of the adapter that the vendor's servers have for each GPU, in bytes per second and direction: 400 Gb/s in
-    DGX H100, H200 and B200, 200 Gb/s in DGX A100. No DGX has the L40S; 100 Gb/s is an assumption. has_fp8: it
-    multiplies 8-bit floating-point numbers.
+    DGX H100, H200 and B200, 200 Gb/s in DGX A100. No DGX has the L40S; 100 Gb/s is an assumption. host: of the link to
+    the host's memory (PCIe with 16 lanes), in bytes per second and direction. has_fp8: it multiplies 8-bit
+    floating-point numbers.
     """
 
     name: str
     memory: float
     bandwidth: float
     network: float
+    host: float
     has_fp8: bool = True
 
     @property
@@ -38,11 +40,11 @@ class Gpu:
 GPUS: Final[dict[str, Gpu]] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("B200", 178.3 * _GIB, 8.0e12, 50e9),
-        Gpu("H200", 139.8 * _GIB, 4.8e12, 50e9),
-        Gpu("H100", 79.1 * _GIB, 3.35e12, 50e9),
-        Gpu("A100", 79.1 * _GIB, 2.0e12, 25e9, has_fp8=False),
-        Gpu("L40S", 44.4 * _GIB, 0.86e12, 12.5e9),
+        Gpu("B200", 178.3 * _GIB, 8.0e12, 50e9, 64e9),
+        Gpu("H200", 139.8 * _GIB, 4.8e12, 50e9, 64e9),
+        Gpu("H100", 79.1 * _GIB, 3.35e12, 50e9, 64e9),
+        Gpu("A100", 79.1 * _GIB, 2.0e12, 25e9, 32e9, has_fp8=False),
+        Gpu("L40S", 44.4 * _GIB, 0.86e12, 12.5e9, 32e9),
     )
 }
 DEFAULT_GPU: Final = "H200"

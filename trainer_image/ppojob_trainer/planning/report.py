@@ -222,7 +222,9 @@ def _settings(plan: Plan, others: Sequence[ChangedPlan], network: float | None) 
         most = max(pool.total for pool in one.plan.pools)
         name = changes if number else "the job as it is"
         table.add_row(name, _gb(most), f"{_step_of(one.plan, network):.1f}", one.plan.verdict)
-    return Group(table, *([] if others else ["No other setting of gradientCheckpointing is faster and fits."]))
+    return Group(
+        table, *([] if others else ["No other setting of gradientCheckpointing or offload is faster and fits."])
+    )
 
 
 def _fastest_first(plans: Sequence[ChangedPlan], network: float | None) -> list[ChangedPlan]:

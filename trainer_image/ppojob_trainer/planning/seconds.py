@@ -7,9 +7,10 @@ phases and with or without expert parallelism, is what remains of the phases of 
 
 Generation: each token of the longest response takes the host's time for a decoding step, and the time in which the
 memory delivers weights and cache. Weights: fixed seconds and seconds per byte where the engine copies them, and
-more seconds per byte where it reloads them (`rollout.worker_extension`). `controller.step_time` combines the phases
-as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or slower
-than the measured ones by their data sheets.
+more seconds per byte where it reloads them (`rollout.worker_extension`). Offloaded tensors are copied before and after
+a phase, while the GPU does not compute. `controller.step_time` combines the phases as the job's schedule does. All
+responses are taken to have the most tokens. GPUs of other kinds are faster or slower than the measured ones by their
+data sheets.
 
 The measured runs have no pipelines. The p ranks of a pipeline with v stages each wait for (p - 1) of (v m + p - 1)
 passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
@@ -62,6 +63,9 @@ _COMPUTED: Final = {
 }
 _UPDATES: Final = (Phase.UPDATE_CRITIC, Phase.UPDATE_ACTOR)
 _AWAITED: Final = ("exchange", "experts", "keys")
+_REACHED: Final = 0.7
+"""Share of the host link's rate that copies of offloaded tensors reach: 61 GB took 1.4 s of an update of 7.6 B
+parameters on H200s, by what remained beside its operations (docs/measured.md)."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,9 @@ class Workload:
     """What a step computes. operations: of each phase, over all its GPUs. gpus: of each phase. decode_bytes: that an
     engine's GPU reads for one token of all its sequences. decode_steps: tokens of a response. weight_bytes: of a push.
     is_reloaded: the engine reloads its weights. expert_bytes: of the rows for experts, of each phase, over all its
-    GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts. prefetched,
-    awaited: what comes from other hosts in each phase and in a push, for the adapter of one GPU: while the GPUs
-    compute, and while they wait for it.
+    GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts. host_bytes: of
+    offloaded tensors, which a GPU copies from and to its host in each phase. prefetched, awaited: what comes from other
+    hosts in each phase and in a push, for the adapter of one GPU: while the GPUs compute, and while they wait for it.
     """
 
     operations: Mapping[str, float]
@@ -81,6 +85,7 @@ class Workload:
     weight_bytes: float
     is_reloaded: bool = False
     expert_bytes: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: Mapping[str, float] = field(default_factory=dict)
     prefetched: Mapping[str, float] = field(default_factory=dict)
     awaited: Mapping[str, float] = field(default_factory=dict)
 
@@ -120,6 +125,10 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         for phase, source in computed.items()
         if measured[source].expert_layers
     }
+    copied = {
+        phase: _host_bytes(roles[source], measured[source], is_update=phase in _UPDATES)
+        for phase, source in computed.items()
+    }
     between_hosts = {phase: _network_bytes(spec, phase, source, roles, measured) for phase, source in computed.items()}
     awaited = {phase: float(sum(found[kind] for kind in _AWAITED)) for phase, found in between_hosts.items()}
     prefetched = {phase: found.total() - awaited[phase] for phase, found in between_hosts.items()}
@@ -139,6 +148,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         weight_bytes=bytes_of_push(spec, measured["actor"]),
         is_reloaded=_is_reloaded(spec, actor),
         expert_bytes=expert_bytes,
+        host_bytes={phase: size for phase, size in copied.items() if size},
         prefetched=prefetched | {Phase.UPDATE_WEIGHTS: network_bytes_of_push(spec, measured["actor"])},
         awaited=awaited,
     )
@@ -220,7 +230,7 @@ def seconds_of(
         fixed, divided = cost
         divided += of_experts * work.expert_bytes.get(phase, 0.0) / gpu.bandwidth
         is_computing = 1 - (idle or {}).get(phase, 0.0)
-        found[phase] = fixed + divided / work.gpus[phase] / is_computing
+        found[phase] = fixed + divided / work.gpus[phase] / is_computing + _of_copies(work, phase, gpu)
     generated = [run for run in runs if Phase.GENERATE in run.seconds]
     hosts = [
         run.seconds[Phase.GENERATE] / run.workload.decode_steps - run.workload.decode_bytes / run.gpu.bandwidth
@@ -250,12 +260,17 @@ def _of_operations(work: Workload, phase: str, gpu: Gpu, runs: Sequence[TimedRun
     cost = fit_phase(
         phase,
         [
-            Observation(run.workload.gpus[phase], run.seconds[phase], load)
+            Observation(run.workload.gpus[phase], run.seconds[phase] - _of_copies(run.workload, phase, run.gpu), load)
             for run, load in zip(seen, loads, strict=True)
         ],
     )
     share = work.operations[phase] / gpu.peak_flops / statistics.median(loads)
     return cost.fixed_s, cost.divided_gpu_s * share
+
+
+def _of_copies(work: Workload, phase: str, gpu: Gpu) -> float:
+    """Return the seconds in which a phase copies offloaded tensors."""
+    return work.host_bytes.get(phase, 0.0) / (gpu.host * _REACHED)
 
 
 def _seconds_of_expert_bytes(runs: Sequence[TimedRun]) -> float:
@@ -268,7 +283,8 @@ def _seconds_of_expert_bytes(runs: Sequence[TimedRun]) -> float:
             cost = _of_operations(run.workload, phase, run.gpu, runs)
             if cost is not None and phase in run.seconds:
                 fixed, divided = cost
-                remaining += (run.seconds[phase] - fixed) * run.workload.gpus[phase] - divided
+                seconds = run.seconds[phase] - fixed - _of_copies(run.workload, phase, run.gpu)
+                remaining += seconds * run.workload.gpus[phase] - divided
                 total += size / run.gpu.bandwidth
     return max(0.0, remaining / total) if total else 0.0
 
@@ -318,6 +334,13 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     backward = 1 if has_adapters else 2
     of_adapters = 2 * measured.layer_adapters * tokens
     return spec.algorithm.epochs * (layers * (1 + again + backward) + of_adapters + output * (2 + backward))
+
+
+def _host_bytes(role: PlannedRole, measured: Measured, *, is_update: bool) -> float:
+    """Return the bytes of offloaded tensors that a GPU copies in a pass or update: only an update changes them."""
+    weights = measured.weights if role.offloads_parameters else 0
+    moments = measured.optimizer if role.offloads_moments else 0
+    return float(2 * (weights + moments) if is_update and role.trained is not None else weights)
 
 
 def _expert_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:

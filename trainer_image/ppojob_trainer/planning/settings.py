@@ -1,7 +1,8 @@
 """Plans a job with other settings that change its speed and memory, and not its results. Called by `cli`.
 
 Without gradient checkpointing, no layer is computed twice, but the activations of all layers stay in memory, so passes
-may have to be smaller. `compile` is not varied: the seconds of a plan do not depend on it.
+may have to be smaller. Without offload, nothing is copied from and to the host, but roles keep their memory. `compile`
+is not varied: the seconds of a plan do not depend on it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final
 
+from ppojob_api.v1alpha1.model import Offload
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import Plan, Runner, plan_job
@@ -32,10 +34,11 @@ class ChangedPlan:
 
 
 def plan_other_settings(job: Plan, gpus: Mapping[str, Gpu], *, runner: Runner) -> Iterator[ChangedPlan]:
-    """Yield the plans of other settings of gradient checkpointing, for each set of trained roles.
+    """Yield the plans of other settings of gradient checkpointing, for each set of trained roles, and of offload.
 
-    Off for the roles that have it on, with the largest passes that fit; nothing if none fit, or only closely. On for
-    the roles that have it off if the job does not fit, or only closely.
+    Checkpointing off for the roles that have it on, with the largest passes that fit; nothing if none fit, or only
+    closely. The same without the offload of the trained roles, if they have any, also with checkpointing as it is. On
+    for the roles that have it off if the job does not fit, or only closely.
 
     Args:
         job: the plan of the job as it is.
@@ -47,8 +50,13 @@ def plan_other_settings(job: Plan, gpus: Mapping[str, Gpu], *, runner: Runner) -
     """
     trained = {name: found.role.trained for name, found in job.roles.items() if found.role.trained is not None}
     recompute = [name for name, model in trained.items() if model.gradient_checkpointing]
-    for roles in _sets(recompute):
-        if (found := _largest_passes(_checkpointing(job.spec, roles, is_on=False), roles, gpus, runner)) is not None:
+    variants = [(job.spec, roles) for roles in _sets(recompute)]
+    offloading = [name for name, model in trained.items() if model.offload != Offload()]
+    if offloading:
+        on_device = _without_offload(job.spec, offloading)
+        variants += [(on_device, roles) for roles in ((), *_sets(recompute))]
+    for spec, roles in variants:
+        if (found := _largest_passes(_checkpointing(spec, roles, is_on=False), roles, gpus, runner)) is not None:
             yield ChangedPlan(_changes(job.spec, found.spec), found)
     if job.verdict == "fits":
         return
@@ -91,6 +99,11 @@ def _checkpointing(spec: PPOJobSpec, roles: Collection[str], *, is_on: bool) -> 
     # Only the inputs of layers that are computed again can be offloaded.
     changed = {"gradient_checkpointing": is_on} | ({} if is_on else {"activation_offload": False})
     models = {name: getattr(spec.model, name).model_copy(update=changed) for name in roles}
+    return spec.model_copy(update={"model": spec.model.model_copy(update=models)})
+
+
+def _without_offload(spec: PPOJobSpec, roles: Collection[str]) -> PPOJobSpec:
+    models = {name: getattr(spec.model, name).model_copy(update={"offload": Offload()}) for name in roles}
     return spec.model_copy(update={"model": spec.model.model_copy(update=models)})
 
 

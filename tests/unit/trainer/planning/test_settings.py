@@ -1,4 +1,5 @@
-"""Other settings of a job: gradient checkpointing off with the largest passes that fit, or on if the job is too large.
+"""Other settings of a job: gradient checkpointing off with the largest passes that fit, or on if the job is too large;
+and without offload, if it fits.
 
 Without checkpointing, the made-up activations take ten times the memory: 10 MB for a token of a pass.
 """
@@ -179,6 +180,44 @@ def test_a_job_that_is_too_large_may_checkpoint(
         assert [one.plan.fits for one in found] == [False, False, True]
 
 
+OFFLOAD = "model.actor.offload.optimizer"
+
+
+def test_offload_is_left_out_where_the_job_fits_without_it(tmp_path: Path) -> None:
+    file = write_job(tmp_path, model={"actor": {"offload": {"optimizer": True}}})
+
+    job, found = planned(file)
+
+    assert changes(found) == [
+        {ACTOR: False, TOKENS["actor"]: 8192},
+        {CRITIC: False, TOKENS["critic"]: 8192},
+        {ACTOR: False, CRITIC: False, TOKENS["actor"]: 4096, TOKENS["critic"]: 4096},
+        {OFFLOAD: False},
+        {OFFLOAD: False, ACTOR: False, TOKENS["actor"]: 8192},
+        {OFFLOAD: False, CRITIC: False, TOKENS["critic"]: 8192},
+        {OFFLOAD: False, ACTOR: False, CRITIC: False, TOKENS["actor"]: 4096, TOKENS["critic"]: 4096},
+    ]
+    steps = {json.dumps(one.changes): step_of(one.plan) for one in found}
+    assert steps[json.dumps({OFFLOAD: False})] < step_of(job)
+
+
+def test_offload_stays_where_the_job_does_not_fit_without_it(tmp_path: Path) -> None:
+    def large(work: Work) -> Measured:
+        return replace(activations(work), optimizer=10**11) if work.kind == "critic" else activations(work)
+
+    file = write_job(tmp_path, model={"critic": {"offload": {"optimizer": True}}})
+    job, found = planned(file, runner=large)
+    assert job.verdict == "fits"
+    assert found
+    assert not [one for one in found if "model.critic.offload.optimizer" in one.changes]
+
+
+def step_of(found: Plan) -> float:
+    """Return the predicted seconds of a step."""
+    seconds: float = json.loads(as_json(found))["seconds"]["step"]
+    return seconds
+
+
 def test_a_job_without_a_critic_has_no_settings_of_it(tmp_path: Path) -> None:
     rest = {"algorithm": {"advantageEstimator": "GRPO"}, "rollout": {"samplesPerPrompt": 2}}
     assert changes(planned(write_job(tmp_path, **rest))[1]) == [{ACTOR: False, TOKENS["actor"]: 8192}]
@@ -266,7 +305,7 @@ def test_a_table_with_the_fastest_first(tmp_path: Path) -> None:
 
 def test_a_job_without_other_settings(tmp_path: Path) -> None:
     job, found = planned(write_job(tmp_path, model={"actor": dict(OFF), "critic": OFF}), replace(H200, memory=400e9))
-    assert "No other setting of gradientCheckpointing is faster and fits." in printed(job, found)
+    assert "No other setting of gradientCheckpointing or offload is faster and fits." in printed(job, found)
 
 
 def printed(job: Plan, found: Sequence[ChangedPlan]) -> list[str]:
