@@ -145,7 +145,7 @@ def test_time_in_which_no_phase_runs_is_between_phases() -> None:
     assert share_between_phases(spans, 3) is None
 
 
-# Writes a step every 50 ms, beside a process of its own, and never ends.
+# Writes a step every 50 ms, starts another process, and never ends.
 ENDLESS = """
 import json, pathlib, subprocess, sys, time
 run = pathlib.Path(sys.argv[-1])
