@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tools.cluster.layout import PROJECT, Layout
 from tools.cluster.processes import end, start_ticks
+from tools.cluster.waiting import wait_until
 from tools.suite import parts
 from tools.suite.parts import CLUSTER_DOWN, LOGS, PARTS, Part
 
@@ -134,6 +139,41 @@ def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, caps
     assert parts.run(layout, project) == 0
     assert start_ticks(int((project / "pid").read_text())) is None
     assert "left running by unit, and ended: sleep 3661" in capsys.readouterr().out
+
+
+def both_run(project: Path) -> bool:
+    return (project / "ran").exists() and {"lint", "types"} <= set(ran(project))
+
+
+TERMINATED = """
+import pathlib, sys
+from tools.cluster.layout import Layout
+from tools.suite.__main__ import end_parts_at_sigterm
+from tools.suite.parts import Part, run
+folder = pathlib.Path(sys.argv[1])
+end_parts_at_sigterm()
+layout = Layout(cache=folder / "cache", state=folder / "state", runtime=folder / "run")
+run(layout, folder / "project", [Part("lint", 600), Part("types", 600), Part("unit", 600)])
+"""
+
+
+def test_sigterm_ends_the_run_also_if_it_comes_several_times(project: Path) -> None:
+    replace_target(project, "lint", "@sleep 600")
+    replace_target(project, "types", "@sleep 600")
+    replace_target(project, "cluster-down", "@sleep 1; echo done >> ran")
+    command = [sys.executable, "-c", TERMINATED, str(project.parent)]
+    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until("two parts", lambda: "" if both_run(project) else "a part", limit=60)
+        for _ in range(20):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert ran(project)[2:] == ["cluster-down", "done"]
+    assert all(f"make {name}: ended with the run" in said for name in ("lint", "types"))
 
 
 def test_the_cluster_that_a_part_starts_keeps_running(layout: Layout, project: Path) -> None:
