@@ -80,8 +80,8 @@ def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.
     job = workload.job(data, size, sections, arguments.steps, arguments.device)
     workload.set_fields(job["spec"], arguments.set)
     if arguments.no_save:
-        # More than are ever trained, so that no last save comes before the end.
-        job["spec"]["trainer"]["totalSteps"] = _MANY_STEPS
+        # More than are ever trained, so that no last save comes before the end; with other --steps, another job.
+        job["spec"]["trainer"]["totalSteps"] += _MANY_STEPS
     return job
 
 
