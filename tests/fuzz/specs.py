@@ -160,7 +160,12 @@ FREE: dict[str, tuple[Any, ...]] = {
 
 
 def examples() -> list[dict[str, Any]]:
-    """Return the specs of the PPOJobs in examples/ that need no template."""
+    """Return the specs of the PPOJobs in examples/ that need no template; the caller may change them."""
+    return deepcopy(_examples())
+
+
+@cache
+def _examples() -> list[dict[str, Any]]:
     files = sorted((PROJECT / "examples").glob("*/*.yaml"))
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text()) if document]
     specs = [document["spec"] for document in documents if document.get("kind") == "PPOJob"]

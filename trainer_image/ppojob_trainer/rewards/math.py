@@ -7,6 +7,7 @@ It reads LaTeX (\boxed{...} before anything else) and plain expressions, and com
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -39,6 +40,7 @@ def compute_score(
     Raises:
         ValueError: the ground truth cannot be read.
     """
+    _load_slow_parts()
     text = str(ground_truth) if r"\boxed" in str(ground_truth) else rf"\boxed{{{ground_truth}}}"
     truth = parse(text, [LatexExtractionConfig()], parsing_timeout=limit_seconds)
     if not truth:
@@ -48,3 +50,14 @@ def compute_score(
     is_right = bool(answer) and verify(truth, answer, timeout_seconds=limit_seconds)
     shown = str(answer[-1]) if answer else ""
     return {"score": score if is_right else wrong_score, "answer": shown, "is_answered": bool(answer)}
+
+
+@functools.cache
+def _load_slow_parts() -> None:
+    """Compare once without a limit: the first comparison loads much of SymPy, which takes seconds on a busy machine.
+
+    Within a limit, that could end the comparison of a right answer.
+    """
+    texts = (r"\boxed{(x+1)^2}", r"\boxed{x^2+2x+1}")
+    one, other = (parse(text, [LatexExtractionConfig()], parsing_timeout=None) for text in texts)
+    verify(one, other, timeout_seconds=None)

@@ -64,7 +64,18 @@ def test_gsm8k(response: str, truth: str, kwargs: dict[str, Any], expected: floa
     ],
 )
 def test_math_compares_as_mathematics(response: str, truth: str, expected: float) -> None:
-    assert score(math, response, truth)["score"] == expected
+    # Generous, because the limit is of wall time.
+    assert score(math, response, truth, limit_seconds=120)["score"] == expected
+
+
+def test_math_loads_before_it_counts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Any] = []
+    verify = math.verify
+    monkeypatch.setattr(math, "verify", lambda *args, **limit: limits.append(limit) or verify(*args, **limit))
+    math._load_slow_parts.cache_clear()
+    for _ in range(2):
+        assert score(math, r"\boxed{7}", "7", limit_seconds=120)["score"] == 1.0
+    assert [limit["timeout_seconds"] for limit in limits] == [None, 120, 120]
 
 
 def test_math_says_what_it_read_and_has_scores_of_ones_own() -> None:
