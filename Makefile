@@ -221,8 +221,9 @@ integration: install ## Run the tests of operator, chart and CRD on the cluster.
 
 FUZZ := 10000
 .PHONY: fuzz
-fuzz: install ## Send thousands of generated specs to the operator's code, and some of them to the cluster (FUZZ="10000").
+fuzz: install ## Send thousands of generated specs to the operator's code, and some of them to the cluster (FUZZ="10000"); kill runs at every moment.
 	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) --capture=no tests/unit/operator/test_fuzzed_specs.py tests/unit/operator/reconcile/test_states.py
+	PPOJOB_FUZZ=$(FUZZ) $(PYTEST) tests/unit/trainer/controller/test_one_step_off.py tests/unit/trainer/controller/test_in_flight_updates.py
 	PPOJOB_FUZZ=$$(($(FUZZ) / 10)) $(PYTEST) --capture=no --timeout=7200 tests/integration/operator/test_fuzzed_jobs.py tests/integration/operator/test_fuzzed_edits.py
 
 .PHONY: e2e

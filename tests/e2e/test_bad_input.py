@@ -66,7 +66,9 @@ def test_an_image_that_cannot_be_pulled_is_said_in_the_kubelets_words(applied: S
     applied.delete("no-image")
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize(
+    "name", ["no-model", *(pytest.param(name, marks=pytest.mark.long) for name in FAILING if name != "no-model")]
+)
 def test_what_only_the_container_can_see_fails_the_job_by_name(applied: Site, name: str) -> None:
     changes, reason, shown = FAILING[name]
     applied.apply(name, _ONE_POOL | changes)

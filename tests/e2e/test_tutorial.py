@@ -107,7 +107,7 @@ def test_the_job_is_valid_runs_to_its_end_and_reports_the_rewards_own_metrics(fo
     assert "valid" in followed.printed["4. The job"]
     watched = followed.printed["5. Watch it"]
     rows = [line.split() for line in watched.splitlines() if re.match(r" *\d+ ", line)]
-    assert [int(row[0]) for row in rows] == list(range(1, 9))
+    assert [int(row[0]) for row in rows] == list(range(1, 5))
     assert all(0 <= float(row[1]) <= 1.2 and 0 <= float(row[2]) <= 1 for row in rows)
     assert (followed.folder / "own-model.png").read_bytes().startswith(b"\x89PNG")
 

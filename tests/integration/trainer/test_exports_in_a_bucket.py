@@ -66,6 +66,7 @@ def test_a_bucket_that_is_not_there_is_refused_by_name() -> None:
         open_target("s3://none/models").check("u")
 
 
+@pytest.mark.long
 def test_a_run_uploads_each_export_and_its_cards_have_the_metrics(
     server: S3Server, model: Path, tmp_path: Path
 ) -> None:

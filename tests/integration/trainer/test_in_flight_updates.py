@@ -16,7 +16,10 @@ ROUNDING = 1e-4
 """float32 on both sides; sums in another order differ by about 2e-6 on this model."""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "drafts"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="plain"), pytest.param(True, id="drafts", marks=pytest.mark.long)],
+)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = write_repeating_model(tmp_path_factory.mktemp("model"))
     found = seen_of(model, LIMIT_S, drafts=request.param)

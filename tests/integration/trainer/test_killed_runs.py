@@ -29,7 +29,7 @@ from tests.integration.trainer.runs import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow, pytest.mark.long]
 
 
 COMMITS_ONE_STEP = f"""
@@ -74,7 +74,6 @@ def test_a_run_killed_inside_a_save_has_the_metrics_of_one_that_was_not(
     assert not list((tmp_path / "checkpoints").glob(".step-*")), "what the kill left half done is gone"
 
 
-@pytest.mark.long
 def test_a_checkpoint_that_lost_a_file_is_refused_with_the_older_one(
     undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:

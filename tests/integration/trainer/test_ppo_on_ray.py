@@ -130,6 +130,13 @@ def test_the_exported_model_loads_and_has_learned_something(undisturbed: Run, mo
     assert changed
 
 
+def test_a_mixture_has_its_shares_and_passes_its_sources_more_than_once(undisturbed: Run) -> None:
+    records = undisturbed.records
+
+    assert [records[step]["training/epoch"] for step in (1, 2, 3)] == [0, 1, 2]
+    assert [round(8 * records[step]["mixture/sums/share"]) for step in (1, 2, 3)] == [2, 3, 3]
+
+
 def test_every_process_left_its_log(undisturbed: Run) -> None:
     logs = {path.stem for path in (undisturbed.root / "logs" / "attempt-0").iterdir()} - {"driver"}
 
@@ -180,7 +187,8 @@ def test_an_engine_in_the_critics_pool_too_changes_no_number(undisturbed: Run, m
     assert_same_weights(found, undisturbed, model)
 
 
-@pytest.mark.parametrize("mode", ["Serial", pytest.param("Overlapped", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["Serial", "Overlapped"])
 def test_a_reference_in_two_pools_changes_no_number(undisturbed: Run, model: Path, tmp_path: Path, mode: str) -> None:
     both = {"actor": "actor", "critic": "critic", "ref": ["actor", "critic"]}
 

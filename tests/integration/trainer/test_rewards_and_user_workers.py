@@ -161,11 +161,11 @@ def test_every_process_left_its_log(root: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_reward_in_two_pools_changes_no_number(root: Path, model: Path, reward_model: Path, tmp_path: Path) -> None:
-    """The model has a copy in each pool, and each pool has one of the function's two workers."""
+def test_reward_and_reference_in_two_pools_change_no_number(root: Path, model: Path, reward_model: Path, tmp_path: Path) -> None:
+    """Both models have a copy in each of two pools, and each pool has one of the function's two workers."""
     (tmp_path / "notes").mkdir()
     raw = both_of(model, reward_model, tmp_path / "notes")
-    placement = {**raw["placement"], "reward": ["scoring", "critic"]}
+    placement = {**raw["placement"], "reward": ["scoring", "critic"], "ref": ["actor", "critic"]}
 
     found = finish(tmp_path, {**raw, "placement": placement, "schedule": {"mode": "Serial"}})
 
@@ -173,11 +173,18 @@ def test_a_reward_in_two_pools_changes_no_number(root: Path, model: Path, reward
     logs = {path.stem for path in (tmp_path / "logs" / "attempt-0").iterdir()}
     models = {"reward_model-0", "reward_model_scoring-0", "reward_model_scoring-1"}
     assert {name for name in logs if name.startswith("reward")} == {"reward-0", "reward-1", *models}
+    assert {name for name in logs if name.startswith("ref")} == {"ref-0", "ref_critic-0"}
     trace = (tmp_path / "trace.json").read_text().rstrip().rstrip(",").rstrip("]")
     parts = {(e["name"], e["args"]["step"], e["cat"]) for e in json.loads(trace + "]") if e["ph"] == "X"}
-    roles = {"reward_model", "reward_model_scoring"}
-    for phase, step in (("reward_model", 1), ("reward_model", 2), ("testing", 2)):
-        assert {role for name, at, role in parts if (name, at) == (phase, step)} >= roles
+    rewards, refs = {"reward_model", "reward_model_scoring"}, {"ref", "ref_critic"}
+    for phase, step, roles in (
+        ("reward_model", 1, rewards),
+        ("reward_model", 2, rewards),
+        ("testing", 2, rewards),
+        ("ref", 1, refs),
+        ("ref", 2, refs),
+    ):
+        assert {role for name, at, role in parts if (name, at) == (phase, step)} >= roles, (phase, step)
 
 
 # A function that does not score every response.
