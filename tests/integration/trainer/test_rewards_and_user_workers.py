@@ -161,7 +161,9 @@ def test_every_process_left_its_log(root: Path) -> None:
     }  # fmt: skip
 
 
-def test_reward_and_reference_in_two_pools_change_no_number(root: Path, model: Path, reward_model: Path, tmp_path: Path) -> None:
+def test_reward_and_reference_in_two_pools_change_no_number(
+    root: Path, model: Path, reward_model: Path, tmp_path: Path
+) -> None:
     """Both models have a copy in each of two pools, and each pool has one of the function's two workers."""
     (tmp_path / "notes").mkdir()
     raw = both_of(model, reward_model, tmp_path / "notes")

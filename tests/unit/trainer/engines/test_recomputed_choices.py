@@ -59,6 +59,12 @@ def partly_recorded() -> DataProto:
 
 
 @pytest.mark.slow
+# torch traces mixtral in a third of the time of the others.
+@pytest.mark.parametrize(
+    "path",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES if name != "mixtral")],
+    indirect=True,
+)
 # torch's tracer makes one of each of ours.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

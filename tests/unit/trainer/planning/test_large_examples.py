@@ -14,16 +14,14 @@ GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "8b-128k-on-16": 16, "235b
 ARE_CLOSE = {"671b-on-512"}
 KINDS = {"671b-on-512": "B200"}
 # Many layers, or long sequences, and many micro-batches: 40 seconds to minutes.
-ARE_SLOW = {"32b-on-8", "70b-on-32", "8b-128k-on-16", "235b-on-64", "671b-on-512"}
-ARE_LONG = ARE_SLOW - {"32b-on-8"}
+ARE_LONG = {"32b-on-8", "70b-on-32", "8b-128k-on-16", "235b-on-64", "671b-on-512"}
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     # A limit of the function would win over those of its parameters.
-    if name not in ARE_SLOW:
+    if name not in ARE_LONG:
         return [pytest.mark.timeout(300)]
-    slow = [pytest.mark.slow, pytest.mark.timeout(1800)]
-    return [*slow, pytest.mark.long] if name in ARE_LONG else slow
+    return [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in GPUS])
