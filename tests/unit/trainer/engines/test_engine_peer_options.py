@@ -81,7 +81,7 @@ LAYOUTS = {
     "expert 2 x replicate 2": Layout(ParallelDims(replicate=2, shard=2, expert=2), "experts", None),
 }
 LONG = {
-    # Tracing a layer of experts takes minutes of the processor; test_engine_tensor_parallel_experts does it in CI.
+    # torch traces a layer of experts for minutes.
     "expert 2, adapters, gathered, compiled": Layout(
         ParallelDims(shard=2, expert=2), "experts", OF_ATTENTION, {"stays_gathered": True, "compile": True}
     ),
