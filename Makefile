@@ -142,16 +142,16 @@ oracles: install ## Compare the formulas with verl's and TRL's, each in an envir
 	$(PYTEST_PARALLEL) tests/oracles
 
 # MKL and ATen choose their instructions by the processor, and each choice adds float32 numbers in another order.
-NUMERICS_MKL := COMPATIBLE AVX2 AVX512
-NUMERICS_ATEN := default avx2 avx512
+NUMERICS := COMPATIBLE/default AVX2/avx2 AVX512/avx512
+NUMERICS_MARKS ?= not long
 NUMERIC_TESTS := $(addprefix tests/unit/trainer/,maths engines worker_groups/test_advantages_over_ranks.py) tests/oracles
 .PHONY: numerics
-numerics: install ## Run the tests that compare floats with each instruction set of this processor (an hour on two cores).
-	failed=; for mkl in $(NUMERICS_MKL); do for aten in $(NUMERICS_ATEN); do \
-	  grep -qi avx512f /proc/cpuinfo || [[ $$mkl$$aten != *512* ]] || continue; \
-	  echo "MKL_CBWR=$$mkl ATEN_CPU_CAPABILITY=$$aten"; \
-	  MKL_CBWR=$$mkl ATEN_CPU_CAPABILITY=$$aten $(PYTEST_PARALLEL) -q $(NUMERIC_TESTS) || failed+=" $$mkl/$$aten"; \
-	done; done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
+numerics: install ## Run the tests that compare floats with each instruction set of this processor (hours; minutes with NUMERICS_MARKS="not slow").
+	failed=; for set in $(NUMERICS); do \
+	  grep -qi avx512f /proc/cpuinfo || [[ $$set != *512* ]] || continue; \
+	  echo "MKL_CBWR=$${set%/*} ATEN_CPU_CAPABILITY=$${set#*/}"; \
+	  MKL_CBWR=$${set%/*} ATEN_CPU_CAPABILITY=$${set#*/} $(PYTEST_PARALLEL) -q -m "$(NUMERICS_MARKS)" $(NUMERIC_TESTS) || failed+=" $$set"; \
+	done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
 .PHONY: architecture
 architecture: install ## Check the tree's own rules (sizes, layers, words).

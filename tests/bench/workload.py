@@ -1,6 +1,6 @@
 """Workload W: what the benchmark trains, made from nothing, so that it needs neither a hub nor a data set.
 
-A Qwen2 of 0.5B, 1.5B or 7B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
+A Qwen2 of 0.5B, 1.5B, 7B or 32B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
 does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `30B-A3B` is
 a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as large, and
@@ -40,6 +40,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "32B": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
     "4B-A0.9B": {
@@ -97,7 +105,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
 # A processor takes minutes for them.
-_DRAWN_ON_GPU = frozenset({"7B", "4B-A0.9B", "7B-A1B", "30B-A3B"})
+_DRAWN_ON_GPU = frozenset({"7B", "32B", "4B-A0.9B", "7B-A1B", "30B-A3B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""

@@ -147,7 +147,7 @@ class FSDPEngine:
         minibatches = split_minibatches(batch, _entry(batch, EngineMeta.NUM_MINI_BATCHES))
         columns = objective.columns(batch)
         self.module.train()
-        with self._offloader.on_device(moments=True):
+        with self._offloader.on_device(moments=True, waits=False):
             started = time.perf_counter()
             denominators, plans = self._denominators(minibatches), self._plans(minibatches)
             sizes = self.parallel.sum(torch.tensor([float(sum(sequence_lengths(part))) for part in minibatches]))
@@ -165,6 +165,7 @@ class FSDPEngine:
                 sum_tied_gradients(self.module.language_model, self.module.stage)
                 norm = optimizer.clip()
                 self._saves.wait_until_copied()
+                self._offloader.wait_for_moments()
                 optimizer.step(norm)
                 norms.append(norm)
             result.grad_norms = optimizer.finish_update(norms)

@@ -2,7 +2,8 @@
 
 Called by the engine around each of its methods. Offloaded tensors stay the same objects: only their storage is
 released and filled again, so neither FSDP2 nor the optimizer notices. The host's copies are pinned and kept (`pinned`),
-so both directions run at the speed of PCIe. No value changes.
+so both directions run at the speed of PCIe. Moments arrive beside the first passes of an update, which uses them at
+its first step. No value changes.
 
 A checkpoint is written directly from the host's copies, in the background too. They change only at the end of an
 update, which therefore waits until such a checkpoint is written. What is not offloaded is copied for one that is
@@ -48,25 +49,40 @@ class Offloader:
         self._parameters = _OffloadedStorages(module.parameters) if offload.parameters else None
         wants_moments = isinstance(offload, Offload) and offload.optimizer
         self._moments = _OffloadedStorages(lambda: _moments(adamw)) if wants_moments and adamw is not None else None
+        self._arriving: torch.cuda.Stream | None = None
+        """On which the moments are copied to the device."""
+        if self._moments is not None and device.type == "cuda":
+            self._arriving = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._before_changes: Callable[[], None] | None = None
         self._buffers: dict[int, list[Tensor]] = {}
         self._prepared: Future[None] | None = None
         self._offload(self._chosen(moments=True), is_changed=True)
 
     @contextmanager
-    def on_device(self, *, moments: bool = False) -> Iterator[None]:
+    def on_device(self, *, moments: bool = False, waits: bool = True) -> Iterator[None]:
         """Keep the parameters on the device inside the block.
 
         Args:
             moments: keep the optimizer's moments there too. Without them nothing may change and nothing is copied back.
+            waits: let the block wait for the moments. Without, they arrive beside what it computes, and it calls
+                `wait_for_moments` before it uses them.
         """
-        chosen = self._chosen(moments=moments)
-        for storages in chosen:
-            storages.load()
+        if self._parameters is not None:
+            self._parameters.load()
+        if self._moments is not None and moments:
+            self._moments.load(self._arriving)
+        if waits:
+            self.wait_for_moments()
         try:
             yield
         finally:
-            self._offload(chosen, is_changed=moments)
+            self.wait_for_moments()
+            self._offload(self._chosen(moments=moments), is_changed=moments)
+
+    def wait_for_moments(self) -> None:
+        """Let what the device computes from now on wait until the moments have arrived; the host does not wait."""
+        if self._arriving is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._arriving)
 
     def wait_before_changes(self, wait: Callable[[], None]) -> None:
         """Call `wait`, once, before the host's copies change for the next time."""
@@ -186,11 +202,16 @@ class _OffloadedStorages:
             torch.cuda.synchronize(found[0][0].device)
         return found
 
-    def load(self) -> None:
-        """Fill the storages from the copies."""
+    def load(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Fill the storages from the copies, on `stream` if there is one, else on the current one."""
         for storage, copy in self.offloaded:
             storage.resize_(copy.numel())
-            _bytes(storage).copy_(copy, non_blocking=True)
+        if stream is not None:
+            # What used this memory before was queued on the current stream.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for storage, copy in self.offloaded:
+                _bytes(storage).copy_(copy, non_blocking=True)
         self.offloaded, self._loaded = [], self.offloaded
 
 
