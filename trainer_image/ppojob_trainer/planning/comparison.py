@@ -1,9 +1,7 @@
 """The plan beside what was measured: the plan's error. Called by `report` and by `make plan-error`.
 
 Planning all runs takes minutes, so their plans are stored in comparison.json; a test computes them again. Seconds are
-predicted from the other runs, not from the run itself. If no other run of a mixture of experts has measured a phase, a
-mixture's rate of it is its own (`is_own_rate`), and so is that of sending the weights: their errors are those of the
-calibration.
+predicted from the other runs, not from the run itself.
 """
 
 from __future__ import annotations
@@ -39,15 +37,13 @@ _KINDS_OF_SECONDS: Final = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. is_own_rate: the plan's rate comes from this
-    run itself. has_experts: it is the memory of a pool with a mixture of experts."""
+    """One measured number beside the plan's; unit: GB (1e9 bytes) or s. has_experts: of a mixture of experts."""
 
     run: str
     what: str
     unit: str
     measured: float
     planned: float
-    is_own_rate: bool = False
     has_experts: bool = False
 
     @property
@@ -60,9 +56,9 @@ class Compared:
         """What is compared, without the names of pool, role and phase."""
         if self.unit == "GB":
             kind = "memory of a pool" if self.what.startswith("pool ") else "memory of one role"
-            return f"{kind}, experts" if self.has_experts else kind
-        kind = _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
-        return f"{kind}, experts (own rate)" if self.is_own_rate else kind
+        else:
+            kind = _KINDS_OF_SECONDS.get(self.what, "seconds of a forward pass or an update")
+        return f"{kind}, experts" if self.has_experts else kind
 
 
 def plan_of(run: MeasuredRun) -> Plan:
@@ -70,9 +66,11 @@ def plan_of(run: MeasuredRun) -> Plan:
 
     def shape(field: str, path: str, trust_remote_code: bool) -> PretrainedConfig:
         config = read_shape(field, path, trust_remote_code)
-        if run.layers is not None:
-            config.num_hidden_layers = run.layers
-            config.layer_types = config.layer_types[: run.layers]
+        for name, value in run.sizes.items():
+            setattr(config, name, value)
+        # Of dense models alone.
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
         return config
 
     spec = parse_spec(dict(run.spec))
@@ -84,46 +82,32 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
     timed = {name: _timed(_run(name), _workload(_run(name), plan)) for name, plan in plans.items()}
     found: list[Compared] = []
     for name, plan in plans.items():
-        found += _memory(_run(name), plan)
-        if _run(name).phases:
-            others, own = _others(name, timed)
-            seconds = seconds_of(plan.spec, timed[name].workload, timed[name].gpu, others)
-            measured = {**_run(name).phases, "step": _run(name).step}
+        run, workload = _run(name), timed[name].workload
+        found += _memory(run, plan)
+        if run.phases:
+            seconds = seconds_of(plan.spec, workload, timed[name].gpu, _others(name, timed))
             planned = {**seconds.phases, "step": seconds.step.seconds}
             found += [
-                Compared(name, phase, "s", value, round(planned[phase], 2), phase in own)
-                for phase, value in measured.items()
+                Compared(name, phase, "s", value, round(planned[phase], 2), workload.has_experts)
+                for phase, value in {**run.phases, "step": run.step}.items()
                 if value is not None and phase in planned
             ]
     return found
 
 
-def _others(name: str, timed: Mapping[str, TimedRun]) -> tuple[list[TimedRun], set[str]]:
-    """Return the runs from which a run's seconds are predicted, and which of its seconds have a rate of its own.
-
-    Only a mixture of experts has such seconds: of pushes, whose rate comes from two of different sizes; of each other
-    phase that no other mixture has measured, except generation; and, with any of these, of a step.
-    """
-    others = [one for other, one in timed.items() if other != name and one.seconds]
-    if not timed[name].workload.has_experts:
-        return others, set()
-    known = {phase for one in others if one.workload.has_experts for phase in one.seconds} - {Phase.UPDATE_WEIGHTS}
-    seconds = {
-        phase: value for phase, value in timed[name].seconds.items() if phase not in known and phase != Phase.GENERATE
-    }
-    if not seconds:
-        return others, set()
-    return [*others, replace(timed[name], seconds=seconds)], {*seconds, "step"}
+def _others(name: str, timed: Mapping[str, TimedRun]) -> list[TimedRun]:
+    """Return the runs from which a run's seconds are predicted."""
+    return [one for other, one in timed.items() if other != name and one.seconds]
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
+    has_experts = any(pool.has_experts for pool in plan.pools)
     for pool in plan.pools:
         if pool.name in run.pools:
             planned = round(pool.total / _GB, 1)
-            measured = run.pools[pool.name]
-            yield Compared(run.name, f"pool {pool.name}", "GB", measured, planned, has_experts=pool.has_experts)
+            yield Compared(run.name, f"pool {pool.name}", "GB", run.pools[pool.name], planned, has_experts)
     for name, value in run.roles.items():
-        yield Compared(run.name, name, "GB", value, round(plan.roles[name].peak / _GB, 1))
+        yield Compared(run.name, name, "GB", value, round(plan.roles[name].peak / _GB, 1), has_experts)
 
 
 def _run(name: str) -> MeasuredRun:
@@ -139,7 +123,16 @@ def _workload(run: MeasuredRun, plan: Plan) -> Workload:
     measured = {name: found.measured for name, found in plan.roles.items()}
     if run.sends_all:
         measured["actor"] = replace(measured["actor"], changing=None)
-    return workload_of(plan.spec, roles, measured)
+    found = workload_of(plan.spec, roles, measured)
+    if not run.waits_for_moments:
+        return found
+    arriving = {
+        phase: measured[name].optimizer
+        for phase, name in {Phase.UPDATE_ACTOR: "actor", Phase.UPDATE_CRITIC: "critic"}.items()
+        if name in roles and roles[name].offloads_moments
+    }
+    copied = {phase: size + arriving.get(phase, 0.0) for phase, size in found.host_bytes.items()}
+    return replace(found, host_bytes=copied)
 
 
 @cache

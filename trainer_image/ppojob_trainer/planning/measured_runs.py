@@ -18,8 +18,9 @@ _PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "upda
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. spec: its job. layers: decoder layers, if they are not those of the shape. gpu: its kind of GPU.
-    sends_all: measured before pushes with adapters sent only what training changes.
+    """One run. spec: its job. sizes: of the model's configuration, where they are not those of the known model. gpu:
+    its kind of GPU. sends_all: measured before pushes with adapters sent only what training changes.
+    waits_for_moments: measured before offloaded moments arrived beside the first passes of an update.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
@@ -27,13 +28,14 @@ class MeasuredRun:
 
     name: str
     spec: Mapping[str, Any]
-    layers: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     gpu: str = "H200"
     pools: Mapping[str, float] = field(default_factory=dict)
     roles: Mapping[str, float] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
     step: float | None = None
     sends_all: bool = False
+    waits_for_moments: bool = False
 
 
 def _workload(
@@ -105,6 +107,7 @@ _SMALL, _HALF, _MIDDLE, _LARGE = (
 _ADAPTERS: Final = {"lora": {"rank": 16}}
 _COMPILED: Final = {"compile": True}
 _RESHARDED: Final = {"reshardAfterForward": True}
+_GATHERED: Final = {"reshardAfterForward": False}
 
 _SPLIT: Final = {"actor": 1, "critic": 1}
 _SHARED: Final = {"rollout": ["actor", "critic"]}
@@ -239,7 +242,8 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
             },
             rollout={"sleep": True},
         ),
-        layers=26,
+        sizes={"num_hidden_layers": 26},
+        waits_for_moments=True,
         pools={"all": 126},
         phases=_phases(3.6, 2.2, 2.4, 1.9, 7.8, 9.9, 0.44),
         step=28.4,
@@ -252,12 +256,14 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
             {},
             24_576,
             model={
-                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED},
+                # The trainer of then chose that it stays gathered.
+                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED, **_GATHERED},
                 "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED},
             },
             rollout={"sleep": True},
         ),
-        layers=26,
+        sizes={"num_hidden_layers": 26},
+        waits_for_moments=True,
         pools={"all": 124.7},
         roles={"actor": 77.1, "critic": 22.6, "ref": 12.6},
         phases=_phases(3.55, 1.9, 2.01, 2.17, 5.79, 8.71, 0.56),
@@ -280,6 +286,45 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         roles={"actor": 100.3, "critic": 42.4, "ref": 13.0},
         phases=_phases(3.72, 2.29, 2.28, 2.22, 5.17, 8.97, 0.65),
         step=25.7,
+        waits_for_moments=True,
+    ),
+    MeasuredRun(
+        "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no offload",
+        _workload(
+            _LARGE,
+            {"all": 2},
+            {},
+            24_576,
+            model={
+                "actor": {"path": f"hf://{_LARGE}", **_COMPILED},
+                # As above.
+                "critic": {**_ADAPTERS, **_COMPILED, **_PLAIN, **_GATHERED},
+            },
+            critic={"maxTokensPerGPU": 6_144},
+            rollout={"sleep": True, "gpuMemoryUtilization": 0.25},
+        ),
+        pools={"all": 150.5},
+        roles={"actor": 69.0, "critic": 45.7, "ref": 13.1},
+        phases=_phases(3.71, 2.16, 2.10, 2.13, 4.63, 8.35, 0.71),
+        step=24.0,
+    ),
+    MeasuredRun(
+        "32 B, one pool of two GPUs, GRPO with LoRA, compiled",
+        _workload(
+            "Qwen/Qwen2.5-32B",
+            {"all": 2},
+            _CHECKPOINTING | _ADAPTERS | _COMPILED,
+            16_384,
+            data={"trainBatchSize": 8, "maxResponseLength": 1900},
+            algorithm={"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
+            actor={"miniBatchSize": 2},
+            critic={"miniBatchSize": 2},
+            rollout={"samplesPerPrompt": 8, "tensorParallelSize": 2, "logProbs": True},
+        ),
+        pools={"all": 132.8},
+        roles={"actor": 61.0},
+        phases={"gen": 27.83, "old_log_prob": 7.76, "ref": 7.31, "update_actor": 22.19, "update_weights": 2.29},
+        step=67.5,
     ),
     MeasuredRun(
         "7.6 B, one GPU, LoRA, 64 responses",
@@ -308,6 +353,27 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         roles={"actor": 50.4},
         phases={"gen": 19.94, "old_log_prob": 2.82, "ref": 2.78, "update_actor": 8.28, "update_weights": 0.77},
         step=35.0,
+    ),
+    MeasuredRun(
+        "7B-A1B, one pool of two GPUs, compiled",
+        _workload(
+            "Qwen/Qwen3-30B-A3B",
+            {"all": 2},
+            _CHECKPOINTING | _COMPILED | {"offload": {"optimizer": True}},
+            24_576,
+            rollout={"sleep": True},
+        ),
+        sizes={
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "moe_intermediate_size": 1024,
+        },
+        pools={"all": 114.2},
+        roles={"actor": 64.4, "critic": 61.3, "ref": 11.8},
+        phases=_phases(2.46, 0.63, 0.56, 0.60, 3.10, 3.49, 1.36),
+        step=12.3,
     ),
     # Measured with an earlier version, whose other phases were slower.
     MeasuredRun(f"{_EXPERTS}, all weights sent", _experts(12_288), phases={"update_weights": 5.72}, sends_all=True),

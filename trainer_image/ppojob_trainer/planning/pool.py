@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from ppojob_trainer.main.memory_fit import Need, PoolMemory
+from ppojob_trainer.main.memory_fit import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS, Need, PoolMemory
 from ppojob_trainer.planning.engine import EnginePlan
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.roles import PlannedRole
 from ppojob_trainer.planning.work import Measured
 
-__all__ = ["KNOWN_ERROR", "KNOWN_ERROR_OF_EXPERTS", "PoolPlan", "RolePlan"]
-
-KNOWN_ERROR: Final = 0.13
-"""Measured pools used up to this share more memory than planned. A test compares it with the measured runs."""
-KNOWN_ERROR_OF_EXPERTS: Final = 0.20
-"""The same of a pool with a mixture of experts."""
+__all__ = ["PoolPlan", "RolePlan"]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def _pool_values(pool: PoolPlan) -> dict[str, Any]:
 
 def _error(one: Compared) -> dict[str, Any]:
     numbers = {"run": one.run, "what": one.what, "unit": one.unit, "measured": one.measured, "planned": one.planned}
-    return {**numbers, "error": one.error, "isOwnRate": one.is_own_rate}
+    return {**numbers, "error": one.error, "hasExperts": one.has_experts}
 
 
 def _words(plan: Plan) -> str:

@@ -3,14 +3,14 @@
 Forward passes and updates: `controller.cost_model` fits fixed seconds and seconds per operation and GPU to the measured
 runs of dense models. Experts take longer than their operations: rows for them are sorted, exchanged and multiplied in
 groups, and ranks wait for the busiest one. These seconds are proportional to the bytes of the rows. One rate, for all
-phases and with or without expert parallelism, is what remains of the phases of the measured mixture.
+phases and with or without expert parallelism, is what remains of the phases of the measured mixtures.
 
 Generation: each token of the longest response takes the host's time for a decoding step, and the time in which the
 memory delivers weights and cache. Weights: fixed seconds and seconds per byte where the engine copies them, and
-more seconds per byte where it reloads them (`rollout.worker_extension`). Offloaded tensors are copied before and after
-a phase, while the GPU does not compute. `controller.step_time` combines the phases as the job's schedule does. All
-responses are taken to have the most tokens. GPUs of other kinds are faster or slower than the measured ones by their
-data sheets.
+more seconds per byte where it reloads them (`rollout.worker_extension`). Offloaded parameters are copied before and
+after a phase, and an optimizer's moments after it, while the GPU does not compute. `controller.step_time` combines the
+phases as the job's schedule does. All responses are taken to have the most tokens. GPUs of other kinds are faster or
+slower than the measured ones by their data sheets.
 
 The measured runs have no pipelines. The p ranks of a pipeline with v stages each wait for (p - 1) of (v m + p - 1)
 passes through a stage of m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), so what is divided
@@ -74,8 +74,9 @@ class Workload:
     engine's GPU reads for one token of all its sequences. decode_steps: tokens of a response. weight_bytes: of a push.
     is_reloaded: the engine reloads its weights. expert_bytes: of the rows for experts, of each phase, over all its
     GPUs: a token's hidden state, once for each of its experts in each layer; empty without experts. host_bytes: of
-    offloaded tensors, which a GPU copies from and to its host in each phase. prefetched, awaited: what comes from other
-    hosts in each phase and in a push, for the adapter of one GPU: while the GPUs compute, and while they wait for it.
+    offloaded tensors, for whose copies from and to the host a GPU waits in each phase. prefetched, awaited: what comes
+    from other hosts in each phase and in a push, for the adapter of one GPU: while the GPUs compute, and while they
+    wait for it.
     """
 
     operations: Mapping[str, float]
@@ -269,7 +270,7 @@ def _of_operations(work: Workload, phase: str, gpu: Gpu, runs: Sequence[TimedRun
 
 
 def _of_copies(work: Workload, phase: str, gpu: Gpu) -> float:
-    """Return the seconds in which a phase copies offloaded tensors."""
+    """Return the seconds in which a phase waits for copies of offloaded tensors."""
     return work.host_bytes.get(phase, 0.0) / (gpu.host * _REACHED)
 
 
@@ -337,10 +338,13 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
 
 
 def _host_bytes(role: PlannedRole, measured: Measured, *, is_update: bool) -> float:
-    """Return the bytes of offloaded tensors that a GPU copies in a pass or update: only an update changes them."""
+    """Return the bytes of offloaded tensors for whose copies a pass or update waits: only an update changes them.
+
+    The moments arrive beside the update's first passes, so it waits for their way back alone.
+    """
     weights = measured.weights if role.offloads_parameters else 0
     moments = measured.optimizer if role.offloads_moments else 0
-    return float(2 * (weights + moments) if is_update and role.trained is not None else weights)
+    return float(2 * weights + moments if is_update and role.trained is not None else weights)
 
 
 def _expert_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_update: bool) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ppojob_trainer.main.memory_fit import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.gpus import Gpu
-from ppojob_trainer.planning.pool import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS, PoolPlan
+from ppojob_trainer.planning.pool import PoolPlan
 from ppojob_trainer.planning.report import as_json, as_text
 from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import job, write_config, write_experts

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ppojob_trainer.main.memory_fit import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS
 from ppojob_trainer.planning import comparison, report
 from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.measured_runs import RUNS
-from ppojob_trainer.planning.pool import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS
 
 
 def test_every_measured_number_is_compared() -> None:
@@ -24,32 +24,12 @@ def test_every_measured_number_is_compared() -> None:
     assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
 
 
-def test_a_mixture_has_its_own_rate_for_all_but_generation() -> None:
-    compared = [one for one in stored()[0] if one.unit == "s"]
-    assert {one.run for one in compared if one.is_own_rate} == {run.name for run in RUNS if "experts" in run.name}
-    assert all(one.is_own_rate == ("experts" in one.run and one.what != "gen") for one in compared)
-    # One rate for all phases cannot agree with each.
-    errors = [abs(one.error) for one in compared if one.is_own_rate and one.what in _COMPUTED]
-    assert 0.01 < max(errors) < 0.3
-
-
-def test_no_run_predicts_itself_but_the_only_mixture_of_experts() -> None:
-    names = [run.name for run in RUNS if run.phases]
-    timed = dict(zip(names, timed_runs(), strict=True))
-    mixtures = [name for name in names if timed[name].workload.has_experts]
-    assert len(mixtures) == 2
-    for name in names:
-        others, own = comparison._others(name, timed)
-        assert not any(one is timed[name] for one in others)
-        assert bool(own) == (name in mixtures)
-        assert len(others) == len(names) - (0 if own else 1)
-        assert "gen" not in own
-        if own:
-            assert others[-1].seconds == {phase: timed[name].seconds[phase] for phase in own - {"step"}}
-    assert [comparison._others(name, timed)[1] for name in mixtures] == [
-        {"old_log_prob", "ref", "update_actor", "update_weights", "step"},
-        {"update_weights", "step"},
-    ]
+def test_no_run_predicts_its_own_seconds() -> None:
+    timed = dict(zip([run.name for run in RUNS if run.phases], timed_runs(), strict=True))
+    for name, run in timed.items():
+        others = comparison._others(name, timed)
+        assert len(others) == len(timed) - 1
+        assert not any(one is run for one in others)
 
 
 @pytest.mark.parametrize(
@@ -61,30 +41,30 @@ def test_the_known_errors_are_those_of_the_measured_pools(kind: str, known: floa
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
-_COMPUTED = {"old_log_prob", "values", "ref", "update_critic", "update_actor"}
+_OF_A_ROLE = "memory of one role"
 ROWS: dict[str, Callable[[Compared], bool]] = {
-    "peak memory of one role, layers not compiled": lambda one: (
-        one.unit == "GB" and "compiled" not in one.run and not one.what.startswith("pool")
-    ),
-    "peak memory of one role, compiled": lambda one: (
-        one.unit == "GB" and "compiled" in one.run and not one.what.startswith("pool")
-    ),
+    "peak memory of one role, layers not compiled": lambda one: one.kind == _OF_A_ROLE and "compiled" not in one.run,
+    "peak memory of one role, compiled": lambda one: one.kind == _OF_A_ROLE and "compiled" in one.run,
     "memory of a pool, all processes": lambda one: one.kind == "memory of a pool",
+    "seconds of forward passes and updates": lambda one: one.kind == "seconds of a forward pass or an update",
+    "seconds of a step": lambda one: one.kind == "seconds of a step",
+    "seconds of generation": lambda one: one.kind == "seconds of generation",
+    "seconds of sending the weights": lambda one: one.kind == "seconds of sending the weights",
+    "mixture of experts: peak memory of one role": lambda one: one.kind == f"{_OF_A_ROLE}, experts",
     "mixture of experts: memory of a pool, all processes": lambda one: one.kind == "memory of a pool, experts",
-    "seconds of forward passes and updates": lambda one: (
-        one.unit == "s" and one.what in _COMPUTED and not one.is_own_rate
+    "mixture of experts: seconds of forward passes and updates": lambda one: (
+        one.kind == "seconds of a forward pass or an update, experts"
     ),
-    "seconds of a step": lambda one: one.what == "step" and not one.is_own_rate,
-    "seconds of generation": lambda one: one.what == "gen",
-    "seconds of sending the weights": lambda one: one.what == "update_weights" and not one.is_own_rate,
-    "mixture of experts, own rate: seconds of forward passes and updates": lambda one: (
-        one.is_own_rate and one.what in _COMPUTED
-    ),
-    "mixture of experts, own rate: seconds of a step": lambda one: one.is_own_rate and one.what == "step",
-    "mixture of experts, own rate: seconds of sending the weights": lambda one: (
-        one.is_own_rate and one.what == "update_weights"
+    "mixture of experts: seconds of a step": lambda one: one.kind == "seconds of a step, experts",
+    "mixture of experts: seconds of generation": lambda one: one.kind == "seconds of generation, experts",
+    "mixture of experts: seconds of sending the weights": lambda one: (
+        one.kind == "seconds of sending the weights, experts"
     ),
 }
+
+
+def test_the_page_has_a_row_for_each_number() -> None:
+    assert all(sum(is_of(one) for is_of in ROWS.values()) == 1 for one in stored()[0])
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -1,11 +1,13 @@
-"""Seconds of offloaded tensors: they are copied before and after a phase, while the GPU does not compute."""
+"""Seconds of offloaded tensors: of the copies before and after a phase for which the GPU waits."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ppojob_trainer.planning import comparison
 from ppojob_trainer.planning.gpus import GPUS
+from ppojob_trainer.planning.measured_runs import MeasuredRun
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from tests.unit.trainer.planning.jobs import write_config
 from tests.unit.trainer.planning.stubs import H200, MB, plan
@@ -23,9 +25,9 @@ def work_of(folder: Path, **models: object) -> Workload:
     return workload_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
 
 
-def test_moments_are_copied_to_the_gpu_and_back_for_an_update(tmp_path: Path) -> None:
+def test_an_update_waits_only_for_the_way_back_of_moments(tmp_path: Path) -> None:
     work = work_of(tmp_path, actor={"offload": {"optimizer": True}})
-    assert work.host_bytes == {"update_actor": 2 * ACTOR_MOMENTS}
+    assert work.host_bytes == {"update_actor": ACTOR_MOMENTS}
 
 
 def test_parameters_are_copied_for_each_phase_and_back_after_an_update(tmp_path: Path) -> None:
@@ -35,8 +37,15 @@ def test_parameters_are_copied_for_each_phase_and_back_after_an_update(tmp_path:
     assert work.host_bytes == {
         "old_log_prob": ACTOR_WEIGHTS,
         "ref": REF_WEIGHTS,
-        "update_actor": 2 * (ACTOR_WEIGHTS + ACTOR_MOMENTS),
+        "update_actor": 2 * ACTOR_WEIGHTS + ACTOR_MOMENTS,
     }
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_runs_of_before_waited_for_both_ways_of_moments(tmp_path: Path, waits: bool) -> None:
+    models = {"actor": {"path": write_config(tmp_path), "offload": {"optimizer": True}}}
+    found = comparison._workload(MeasuredRun("run", {}, waits_for_moments=waits), plan(tmp_path, model=models))
+    assert found.host_bytes["update_actor"] == (2 if waits else 1) * ACTOR_MOMENTS
 
 
 def test_nothing_is_copied_without_offload(tmp_path: Path) -> None:
