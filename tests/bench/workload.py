@@ -1,10 +1,10 @@
 """Workload W: what the benchmark trains, made from nothing, so that it needs neither a hub nor a data set.
 
-A Qwen2 of 0.5B, 1.5B, 7B or 32B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of exactly
-512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient checkpointing. verl
-does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do. `30B-A3B` is
-a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as large, and
-`7B-A1B` one with the layers and experts of OLMoE-1B-7B.
+A Qwen2 of 0.5B, 1.5B, 7B or 32B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of
+exactly 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient
+checkpointing. verl does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do.
+`30B-A3B` is a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as
+large, and `7B-A1B` one with the layers and experts of OLMoE-1B-7B.
 Called by `bench_split` and `bench_host_memory`.
 """
 
