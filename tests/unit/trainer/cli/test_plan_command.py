@@ -58,7 +58,7 @@ def test_json_of_a_job_that_does_not_fit(tmp_path: Path) -> None:
     assert pool["training"] == pytest.approx(sum(role["peak"] for role in pool["roles"]))
     assert any(change.startswith("rollout.gpuMemoryUtilization: ") for change in pool["changes"])
     assert set(content["seconds"]) >= {"gen", "update_actor", "update_critic", "step"}
-    assert content["errors"][0].keys() == {"run", "what", "unit", "measured", "planned", "error", "isOwnRate"}
+    assert content["errors"][0].keys() == {"run", "what", "unit", "measured", "planned", "error", "hasExperts"}
 
 
 def test_a_close_plan_is_visible_and_no_failure(tmp_path: Path) -> None:
