@@ -88,8 +88,8 @@ def run(parallel: ParallelMesh, model: Path, dtype: torch.dtype, batch: DataProt
         # A reference on the processor, whose updates would take a minute.
         return {"log_probs": log_probs}
     first = engine.update(batch)
-    # Rounding moves log-probs by up to 0.3, and a token with a clipped ratio has no gradient: with the old log-probs of
-    # before, the second norm would count the tokens that were moved over the limit.
+    # Rounding moves log-probs by up to 0.3, and a token with a clipped ratio has no gradient: with the earlier old
+    # log-probs, the second norm would depend on which tokens rounding moves over the limit.
     batch = batch.with_fields(engine.forward(batch).columns)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -192,7 +192,7 @@ def test_no_feature_changes_the_training_of_adapters(seen: dict[str, Seen], name
 
 def test_a_step_waits_for_moments_that_arrive_late(parallel: ParallelMesh, model_path: Path) -> None:
     plain, late = (moments_after(parallel, model_path, late=late) for late in (False, True))
-    # Runs differ by the rounding of the backward pass. Moments that arrive after a step lack its gradients: 0.4.
+    # Runs differ by the rounding of the backward pass. If they arrived after a step, it would be 0.4.
     assert (late - plain).norm() < 0.1 * plain.norm()
 
 

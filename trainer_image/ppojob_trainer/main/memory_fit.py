@@ -286,7 +286,7 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
         has_rollout = pool in spec.placement.rollout_pools
         awake = has_rollout and not spec.engines_sleep_in(pool)
         engine = spec.rollout.gpu_memory_utilization * gpu_bytes if awake else 0.0
-        processes = len(roles) + has_rollout + sum(worker.pool == pool for worker in spec.workers)
+        processes = len(roles) + has_rollout + sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
         taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
         has_experts = any(sizes[need.role].in_experts for need in roles)
         known_error = KNOWN_ERROR_OF_EXPERTS if has_experts else KNOWN_ERROR

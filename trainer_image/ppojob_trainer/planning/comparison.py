@@ -105,7 +105,7 @@ def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
     for pool in plan.pools:
         if pool.name in run.pools:
             planned = round(pool.total / _GB, 1)
-            yield Compared(run.name, f"pool {pool.name}", "GB", run.pools[pool.name], planned, has_experts)
+            yield Compared(run.name, f"pool {pool.name}", "GB", run.pools[pool.name], planned, pool.has_experts)
     for name, value in run.roles.items():
         yield Compared(run.name, name, "GB", value, round(plan.roles[name].peak / _GB, 1), has_experts)
 

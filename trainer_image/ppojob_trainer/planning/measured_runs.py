@@ -256,7 +256,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
             {},
             24_576,
             model={
-                # The trainer of then chose that it stays gathered.
+                # The trainer that ran this kept the actor gathered; the current one would not.
                 "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED, **_GATHERED},
                 "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED},
             },
@@ -297,7 +297,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
             24_576,
             model={
                 "actor": {"path": f"hf://{_LARGE}", **_COMPILED},
-                # As above.
+                # The trainer that ran this kept the critic gathered; the current one would not.
                 "critic": {**_ADAPTERS, **_COMPILED, **_PLAIN, **_GATHERED},
             },
             critic={"maxTokensPerGPU": 6_144},

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.workers import WorkerSpec
 from ppojob_trainer.main.memory_fit import check_memory, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 from tests.unit.trainer.main.test_memory_fit import GB, sizes, spec_of
@@ -49,6 +50,16 @@ def test_an_engine_that_is_awake_takes_the_room_of_what_would_stay_gathered() ->
     # It takes 30 %, beside 14 GB and 4.5 for CUDA: together 18.5 GB and 34 % of what a GPU holds with the known error.
     engine = {"gpuMemoryUtilization": 0.3, "sleep": False}
     assert actors(spec_of(rollout=engine), *around(18.5 / (1 - 0.3 * 1.13))) == [False, True]
+
+
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_workers_take_room_if_they_use_the_gpu(uses_gpu: bool) -> None:
+    hooks = [{"after": "Score", "method": "shape"}]
+    worker = {"name": "w", "module": "m", "className": "W", "pool": "a", "usesGPU": uses_gpu, "hooks": hooks}
+    spec = spec_of().model_copy(update={"workers": (WorkerSpec.model_validate(worker),)})
+    # 14 GB, and 4.5 or 6.75 for CUDA.
+    assert actors(spec, *around(18.5)) == [False, not uses_gpu]
+    assert actors(spec, *around(20.75)) == [not uses_gpu, True]
 
 
 def test_roles_of_a_pool_stay_gathered_in_turn_while_there_is_room() -> None:

@@ -7,7 +7,7 @@
 
 Each engine has one `BackgroundSaves`; `checkpoint.save` starts a save and the engine's `is_saved` polls it. At
 most one save runs at a time. Until all is copied no parameter may change, so an update calls `wait_until_copied` before
-its first step. Offloaded tensors have a copy already (`Offloader.tensors_to_save`). The ranks use a separate process
+its first step. Offloaded tensors have a copy already (`Offloader.to_save`). The ranks use a separate process
 group, because collectives of two threads in one group would be mixed up. Based on torch's `async_save`, with a stager
 of ours.
 """
