@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
+from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
@@ -147,11 +147,7 @@ def moments_after(parallel: ParallelMesh, path: Path, *, late: bool) -> torch.Te
     engine.update(batch)
     with engine._offloader.on_device(moments=True):
         states = engine.optimizer.adamw.state.values()
-        return torch.cat([_local(state["exp_avg"]).flatten().cpu() for state in states])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return torch.cat([local(state["exp_avg"]).flatten().cpu() for state in states])
 
 
 def _forget() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "check_memory",
     "engine_weights",
     "gpus_of_a_stage",
+    "known_error",
     "needs",
     "pool_memory",
     "requested_gathering",
@@ -283,14 +284,11 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
     found = {role: asked[base] is False for role, base in roles_of.items()}
     for pool, roles in needs(spec, sizes).items():
         gpu_bytes = min(sizes[need.role].gpu_bytes for need in roles)
-        has_rollout = pool in spec.placement.rollout_pools
-        awake = has_rollout and not spec.engines_sleep_in(pool)
-        engine = spec.rollout.gpu_memory_utilization * gpu_bytes if awake else 0.0
-        processes = len(roles) + has_rollout + sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
+        memory = pool_memory(spec, pool, [(need, need.total) for need in roles], gpu_bytes)
+        engine = 0.0 if spec.engines_sleep_in(pool) else memory.engine
         taken = sum(need.total + need.activations + need.gathered * found.get(need.role, False) for need in roles)
-        has_experts = any(sizes[need.role].in_experts for need in roles)
-        known_error = KNOWN_ERROR_OF_EXPERTS if has_experts else KNOWN_ERROR
-        room = gpu_bytes / (1 + known_error) - processes * _OF_A_PROCESS - engine - taken
+        error = known_error(has_experts=any(sizes[need.role].in_experts for need in roles))
+        room = gpu_bytes / (1 + error) - memory.processes - engine - taken
         for need in roles:
             base = base_role(need.role)
             is_open = asked.get(base, True) is None and not divided[base]
@@ -298,6 +296,11 @@ def stay_gathered(spec: PPOJobSpec, sizes: Mapping[str, ModelSize]) -> dict[str,
                 found[need.role] = True
                 room -= need.gathered
     return found
+
+
+def known_error(*, has_experts: bool) -> float:
+    """Return the share by which a measured pool of this kind used more memory than planned."""
+    return KNOWN_ERROR_OF_EXPERTS if has_experts else KNOWN_ERROR
 
 
 def requested_gathering(model: ModelSpec) -> dict[str, bool | None]:

@@ -17,7 +17,6 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.validation import parse_spec
-from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.measured_runs import RUNS, MeasuredRun
@@ -123,16 +122,10 @@ def _workload(run: MeasuredRun, plan: Plan) -> Workload:
     measured = {name: found.measured for name, found in plan.roles.items()}
     if run.sends_all:
         measured["actor"] = replace(measured["actor"], changing=None)
-    found = workload_of(plan.spec, roles, measured)
-    if not run.waits_for_moments:
-        return found
-    arriving = {
-        phase: measured[name].optimizer
-        for phase, name in {Phase.UPDATE_ACTOR: "actor", Phase.UPDATE_CRITIC: "critic"}.items()
-        if name in roles and roles[name].offloads_moments
-    }
-    copied = {phase: size + arriving.get(phase, 0.0) for phase, size in found.host_bytes.items()}
-    return replace(found, host_bytes=copied)
+    if run.waits_for_moments:
+        # It waited for both ways of them. Their bytes are in nothing else of a workload.
+        measured = {name: replace(one, optimizer=2 * one.optimizer) for name, one in measured.items()}
+    return workload_of(plan.spec, roles, measured)
 
 
 @cache

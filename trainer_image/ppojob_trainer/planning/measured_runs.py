@@ -108,6 +108,7 @@ _ADAPTERS: Final = {"lora": {"rank": 16}}
 _COMPILED: Final = {"compile": True}
 _RESHARDED: Final = {"reshardAfterForward": True}
 _GATHERED: Final = {"reshardAfterForward": False}
+_OFFLOADED: Final = {"offload": {"optimizer": True}}
 
 _SPLIT: Final = {"actor": 1, "critic": 1}
 _SHARED: Final = {"rollout": ["actor", "critic"]}
@@ -115,6 +116,12 @@ _SHARED: Final = {"rollout": ["actor", "critic"]}
 
 def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str, Any]:
     return _workload(shape, pools, _CHECKPOINTING | _COMPILED, 49_152, **sections)
+
+
+def _large(tokens: int, of_actor: Mapping[str, Any], of_critic: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return a job of 7 B parameters in one pool of two GPUs, whose engines sleep and whose critic has adapters."""
+    model = {"actor": {"path": f"hf://{_LARGE}", **of_actor}, "critic": {**_ADAPTERS, **of_critic}}
+    return _workload(_LARGE, {"all": 2}, {}, tokens, model=model, **{"rollout": {"sleep": True}, **sections})
 
 
 _EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
@@ -231,17 +238,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7 B (26 layers), one pool of two GPUs, critic with LoRA",
-        _workload(
-            _LARGE,
-            {"all": 2},
-            {},
-            49_152,
-            model={
-                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}},
-                "critic": {**_ADAPTERS, "offload": {"optimizer": True}},
-            },
-            rollout={"sleep": True},
-        ),
+        _large(49_152, _OFFLOADED, _OFFLOADED),
         sizes={"num_hidden_layers": 26},
         waits_for_moments=True,
         pools={"all": 126},
@@ -250,18 +247,8 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7 B (26 layers), one pool of two GPUs, critic with LoRA, compiled",
-        _workload(
-            _LARGE,
-            {"all": 2},
-            {},
-            24_576,
-            model={
-                # The trainer that ran this kept the actor gathered; the current one would not.
-                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED, **_GATHERED},
-                "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED},
-            },
-            rollout={"sleep": True},
-        ),
+        # The trainer that ran this kept the actor gathered; the current one would not.
+        _large(24_576, _OFFLOADED | _COMPILED | _GATHERED, _OFFLOADED | _COMPILED),
         sizes={"num_hidden_layers": 26},
         waits_for_moments=True,
         pools={"all": 124.7},
@@ -271,17 +258,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no checkpointing",
-        _workload(
-            _LARGE,
-            {"all": 2},
-            {},
-            8_192,
-            model={
-                "actor": {"path": f"hf://{_LARGE}", "offload": {"optimizer": True}, **_COMPILED, **_PLAIN},
-                "critic": {**_ADAPTERS, "offload": {"optimizer": True}, **_COMPILED, **_PLAIN},
-            },
-            rollout={"sleep": True},
-        ),
+        _large(8_192, _OFFLOADED | _COMPILED | _PLAIN, _OFFLOADED | _COMPILED | _PLAIN),
         pools={"all": 150.2},
         roles={"actor": 100.3, "critic": 42.4, "ref": 13.0},
         phases=_phases(3.72, 2.29, 2.28, 2.22, 5.17, 8.97, 0.65),
@@ -290,16 +267,11 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no offload",
-        _workload(
-            _LARGE,
-            {"all": 2},
-            {},
+        # The trainer that ran this kept the critic gathered; the current one would not.
+        _large(
             24_576,
-            model={
-                "actor": {"path": f"hf://{_LARGE}", **_COMPILED},
-                # The trainer that ran this kept the critic gathered; the current one would not.
-                "critic": {**_ADAPTERS, **_COMPILED, **_PLAIN, **_GATHERED},
-            },
+            _COMPILED,
+            _COMPILED | _PLAIN | _GATHERED,
             critic={"maxTokensPerGPU": 6_144},
             rollout={"sleep": True, "gpuMemoryUtilization": 0.25},
         ),
@@ -359,7 +331,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         _workload(
             "Qwen/Qwen3-30B-A3B",
             {"all": 2},
-            _CHECKPOINTING | _COMPILED | {"offload": {"optimizer": True}},
+            _CHECKPOINTING | _COMPILED | _OFFLOADED,
             24_576,
             rollout={"sleep": True},
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppojob_trainer.main.memory_fit import KNOWN_ERROR, KNOWN_ERROR_OF_EXPERTS, Need, PoolMemory
+from ppojob_trainer.main.memory_fit import Need, PoolMemory, known_error
 from ppojob_trainer.planning.engine import EnginePlan
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.roles import PlannedRole
@@ -77,7 +77,7 @@ class PoolPlan:
     @property
     def known_error(self) -> float:
         """The share by which a measured pool of this kind used more memory than planned."""
-        return KNOWN_ERROR_OF_EXPERTS if self.has_experts else KNOWN_ERROR
+        return known_error(has_experts=self.has_experts)
 
     @property
     def most_planned(self) -> float:
