@@ -119,7 +119,10 @@ def main() -> None:
             continue
         shard = shard_of(make_batch(), dims.shard_of(rank), dims.num_shards)
         work = partial(run, model=model, batch=shard, options=options)
+        started = time.perf_counter()
         found[name] = in_layout(Device.CUDA, rank, dims, int(port), work)
+        # The last line says which layout did not end.
+        print(f"rank {rank}: {name} took {time.perf_counter() - started:.0f} s", flush=True)
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

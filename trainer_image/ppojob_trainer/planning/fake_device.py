@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter
 from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, layers, offload
-from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh
+from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh, leave_process_group
 from ppojob_trainer.maths import log_probs
 from ppojob_trainer.planning.network import from_other_hosts
 from ppojob_trainer.planning.work import Traffic
@@ -181,9 +181,7 @@ def fake_ranks(dims: ParallelDims, stage: int = 0) -> Iterator[ParallelMesh]:
         ):
             yield create_mesh(torch.device("cpu"), rank, dims, _ANY_TIMEOUT)
     finally:
-        dist.destroy_process_group()
-        # DTensor's caches have meshes of these groups, and would give them to the next ranks with the same sizes.
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        leave_process_group()
 
 
 def _agree(_: Any, stages: Sequence[Any], *__: Any) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import RendezvousError
@@ -24,7 +25,7 @@ from ppojob_trainer.engines.train.pipeline import PipelinePeers
 from ppojob_trainer.engines.train.sequence import Peers, SequencePeers
 from ppojob_trainer.engines.transports import GLOO, NcclLog, Transports
 
-__all__ = ["ParallelMesh", "create_mesh", "init_process_group"]
+__all__ = ["ParallelMesh", "create_mesh", "init_process_group", "leave_process_group"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class ParallelMesh:
     def destroy(self) -> None:
         """Leave the process group. All ranks call it; nothing of this object may be used afterwards."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_process_group()
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
         reduced = values.detach().cpu().clone()
@@ -166,6 +167,17 @@ def init_process_group(
     )
     local = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     return create_mesh(local, rank, dims, timedelta(seconds=timeout_seconds))
+
+
+def leave_process_group() -> None:
+    """Leave the process group, so that this process may join another one. Called by the thread that builds models.
+
+    torch treats meshes of equal ranks and names as equal, and DTensor caches them, in each thread. So the next model
+    would get a mesh of this group. torch uses the names of groups again, and that mesh finds its groups by name: its
+    collectives would run in another one.
+    """
+    dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def create_mesh(device: torch.device, rank: int, dims: ParallelDims, timeout: timedelta) -> ParallelMesh:
