@@ -17,27 +17,23 @@ checkpoint of a run is not counted, because it is never written in the backgroun
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from tests.bench import workload
 from tests.bench.layouts import layout
+from tests.bench.whole_run import run_job, steps_of
 
 if TYPE_CHECKING:
     from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
     from ppojob_trainer.protocol import DataProto
 
-PROGRAM = "from ppojob_trainer.cli import main; main()"
 WAITED = "timing_s/checkpoint/wait_actor"
 SAVED = "timing_s/save_checkpoint"
 _LIMIT_S = 540.0
@@ -214,39 +210,29 @@ def measure_loop(data: Path, size: workload.Size, output: Path, arguments: argpa
     for name, is_async in (("blocking", False), ("background", True)):
         folder = output / name
         shutil.rmtree(folder, ignore_errors=True)
-        run(_job(data, size, arguments, is_async=is_async), folder)
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        folder.mkdir(parents=True)
+        job = _job(data, size, arguments, is_async=is_async)
+        if code := run_job(job, folder, folder / "run", limit_s=_LIMIT_S):
+            end = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-4000:]
+            sys.exit(f"the run ended with {code}\n{end}")
+        steps = steps_of(folder / "run")
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
-        found[name] = standstills(rows)
+        found[name] = standstills(steps)
         print(f"{name}: {_name(arguments)}")
-        for row in rows:
+        for step, row in steps.items():
             names = ("timing_s/step", "timing_s/update_actor", SAVED, WAITED, "timing_s/checkpoint/write")
             shown = ", ".join(f"{name} {row[name]:.3f}" for name in names if name in row)
-            print(f"  step {row['step']}: {shown}", flush=True)
+            print(f"  step {step}: {shown}", flush=True)
     medians = {name: statistics.median(values[1:] or values) for name, values in found.items()}
     print(f"standstill, median: blocking {medians['blocking']:.3f} s, background {medians['background']:.3f} s")
     print(f"blocking : background = {medians['blocking'] / medians['background']:.1f}")
 
 
-def standstills(rows: Sequence[dict[str, Any]]) -> list[float]:
+def standstills(steps: Mapping[int, Mapping[str, Any]]) -> list[float]:
     """Return how long the loop stood still for each checkpoint but the last."""
-    by_step = {int(row["step"]): row for row in rows}
-    last = max(by_step)
-    saved = [step for step, row in by_step.items() if SAVED in row and step != last]
-    return [by_step[step][SAVED] + by_step[step + 1].get(WAITED, 0.0) for step in saved]
-
-
-def run(job: dict[str, Any], folder: Path) -> None:
-    """Run a job to its end."""
-    folder.mkdir(parents=True)
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(job), encoding="utf-8")
-    command = [sys.executable, "-c", PROGRAM, "run", str(file), "--output", str(folder / "run")]
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False).returncode
-    if code:
-        end = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-4000:]
-        sys.exit(f"the run ended with {code}\n{end}")
+    last = max(steps)
+    saved = [step for step, row in steps.items() if SAVED in row and step != last]
+    return [steps[step][SAVED] + steps[step + 1].get(WAITED, 0.0) for step in saved]
 
 
 def _job(data: Path, size: workload.Size, arguments: argparse.Namespace, *, is_async: bool) -> dict[str, Any]:

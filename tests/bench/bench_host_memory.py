@@ -13,23 +13,15 @@ export has the checkpoint's weights. The samples are in DIR/first and DIR/second
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ppojob_trainer.telemetry.trace import read_trace
 from tests.bench import host_memory, workload
 from tests.bench.layouts import layout
-from tests.bench.measurement import PROGRAM
+from tests.bench.whole_run import run_job, steps_of
 
 CRITICS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -37,7 +29,8 @@ CRITICS: dict[str, dict[str, Any]] = {
     "none": {"algorithm": {"advantageEstimator": "GRPO"}},
 }
 _GB = 1e9
-_POLL_S = 0.5
+# A model of 7 B parameters is loaded, saved, exported and read again.
+_LIMIT_S = 7200.0
 _SAMPLES = 4
 # More than are ever trained, so that no last save comes before the kill.
 _MANY_STEPS = 1000
@@ -63,48 +56,27 @@ def main() -> None:
 
 def _first(job: dict[str, Any], output: Path) -> None:
     """Train, save and export; compare the export with the checkpoint."""
-    with _running(job, output, "first") as process:
-        code = process.wait()
-    _report(output, "first")
-    if code:
-        sys.exit(f"the first part ended with {code}\n{_end_of_log(output, 'first')}")
+    _run(job, output, "first")
     num_compared = compare_export(output / "run" / "model", _newest_checkpoint(output / "run"))
     print(f"the export has the checkpoint's weights in bfloat16: {num_compared} tensors compared")
 
 
 def _second(job: dict[str, Any], output: Path, step: int) -> None:
     """Resume, and end everything once a step is recorded."""
-    with _running(job, output, "second") as process:
-        while process.poll() is None and step not in _steps(output):
-            time.sleep(_POLL_S)
-    _report(output, "second")
-    if step not in _steps(output):
+    _run(job, output, "second", stop_after=step)
+    if step not in steps_of(output / "run"):
         sys.exit(f"the second part ended before step {step}\n{_end_of_log(output, 'second')}")
 
 
-@contextmanager
-def _running(job: dict[str, Any], output: Path, part: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run, and sample the memory until it ends or the block is left; then end its processes."""
+def _run(job: dict[str, Any], output: Path, part: str, stop_after: int | None = None) -> None:
+    """Run a part, sample the memory meanwhile, and print what was seen."""
     folder = output / part
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(job), encoding="utf-8")
-    command = [sys.executable, "-c", PROGRAM, "run", str(file), "--output", str(output / "run")]
-    with (folder / "log.txt").open("w", encoding="utf-8") as log, host_memory.sampled(folder):
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                # Ray's processes end with the one that started them. A graceful stop would save once more.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def _steps(output: Path) -> dict[int, dict[str, Any]]:
-    file = output / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    return {int(row["step"]): row for row in rows}
+    with host_memory.sampled(folder):
+        code = run_job(job, folder, output / "run", stop_after=stop_after, limit_s=_LIMIT_S)
+    _report(output, part)
+    if code:
+        sys.exit(f"the {part} part ended with {code}\n{_end_of_log(output, part)}")
 
 
 def _report(output: Path, part: str) -> None:
@@ -118,7 +90,7 @@ def _report(output: Path, part: str) -> None:
     print(f"{part}: peak {highest.used / _GB:.1f} GB ({highest.used / total:.0%}) in {highest.phase}; resident then:")
     for name, rss in host_memory.largest(folder, highest.at)[:12]:
         print(f"  {rss / _GB:7.1f} GB  {name}")
-    for step, row in _steps(output).items():
+    for step, row in steps_of(output / "run").items():
         shown = ("timing_s/step", "timing_s/save_checkpoint", "actor/grad_norm", "actor/pg_loss", "critic/grad_norm")
         print(f"step {step}: " + ", ".join(f"{name} {row[name]:.4g}" for name in shown if name in row))
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +20,9 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase, busy_seconds
 from ppojob_trainer.controller.step_time import Layout, is_of_step
 from ppojob_trainer.telemetry.trace import Span, read_trace
+from tests.bench.whole_run import run_job
 
 WARM_UP_STEPS = 3
-PROGRAM = "from ppojob_trainer.cli import main; main()"
-RUN_LIMIT_S = 900.0
-_POLL_S = 0.5
 _TIMING = "timing_s/"
 
 
@@ -104,51 +98,12 @@ def measure(name: str, job: Mapping[str, Any], folder: Path, *, stop_after: int 
         # What a run that failed, or one of another job, has left.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        file.write_text(text, encoding="utf-8")
         started = time.time()
-        _run(name, file, folder, stop_after)
+        if code := run_job(job, folder, folder / "run", stop_after=stop_after):
+            log = folder / "log.txt"
+            raise RuntimeError(f"layout {name} ended with {code}: see {log}\n{log.read_text(encoding='utf-8')[-3000:]}")
         finished.write_text(json.dumps({"started": started}), encoding="utf-8")
     return read(name, folder)
-
-
-def _run(name: str, file: Path, folder: Path, stop_after: int | None) -> None:
-    log = folder / "log.txt"
-    command = [sys.executable, "-c", PROGRAM, "run", str(file), "--output", str(folder / "run")]
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = _wait(process, folder / "run" / "metrics.jsonl", stop_after)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(60)
-    if code != 0:
-        raise RuntimeError(f"layout {name} ended with {code}: see {log}\n{log.read_text(encoding='utf-8')[-3000:]}")
-
-
-def _wait(process: subprocess.Popen[bytes], metrics: Path, stop_after: int | None) -> int:
-    """Return the exit status of a run; 0 if it was killed after its last step.
-
-    Raises:
-        subprocess.TimeoutExpired: it still runs after `RUN_LIMIT_S`.
-    """
-    if stop_after is None:
-        return process.wait(RUN_LIMIT_S)
-    end = time.monotonic() + RUN_LIMIT_S
-    while process.poll() is None and _num_steps(metrics) < stop_after:
-        if time.monotonic() > end:
-            raise subprocess.TimeoutExpired(process.args, RUN_LIMIT_S)
-        time.sleep(_POLL_S)
-    if process.returncode is not None:
-        return process.returncode
-    # Ray's processes end with the one that started them. A graceful stop would save.
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return 0
-
-
-def _num_steps(metrics: Path) -> int:
-    return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
 
 
 def read(name: str, folder: Path) -> Result:

@@ -24,8 +24,9 @@ import pyarrow
 import pyarrow.parquet
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from tests.bench.measurement import RUN_LIMIT_S, WARM_UP_STEPS, Run
+from tests.bench.measurement import WARM_UP_STEPS, Run
 from tests.bench.verl_settings import overrides
+from tests.bench.whole_run import RUN_LIMIT_S
 from tests.bench.workload import Size
 
 NEEDED = ("verl", "vllm", "flash_attn")

@@ -8,15 +8,15 @@ from tests.bench.bench_checkpoint import SAVED, WAITED, make_batch, standstills
 
 
 def test_the_loop_stands_still_at_the_save_and_in_the_next_update_but_the_last_save_is_not_counted() -> None:
-    rows: list[dict[str, float]] = [
-        {"step": 1},
-        {"step": 2, SAVED: 0.5},
-        {"step": 3, WAITED: 0.25},
-        {"step": 4, SAVED: 1.0},
-        {"step": 5},
-        {"step": 6, SAVED: 40.0},
-    ]
-    assert standstills(rows) == [0.75, 1.0]
+    steps: dict[int, dict[str, float]] = {
+        1: {},
+        2: {SAVED: 0.5},
+        3: {WAITED: 0.25},
+        4: {SAVED: 1.0},
+        5: {},
+        6: {SAVED: 40.0},
+    }
+    assert standstills(steps) == [0.75, 1.0]
 
 
 def test_a_batch_has_the_lengths_of_the_workload() -> None:

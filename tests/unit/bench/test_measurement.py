@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from ppojob_trainer.telemetry.trace import Span, TraceWriter
-from tests.bench import measurement, predictions, report, workload
+from tests.bench import predictions, report, whole_run, workload
 from tests.bench.floors import sync_floor
 from tests.bench.layouts import layout
 from tests.bench.measurement import Result, measure, read, share_between_phases
@@ -162,7 +162,7 @@ for step in range(1, 10_000):
 
 
 def test_a_run_is_killed_after_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "PROGRAM", ENDLESS)
+    monkeypatch.setattr(whole_run, "PROGRAM", ENDLESS)
     job = workload.job(Path("/w"), SIZE, layout("colocated", 2), 5, "CUDA")
 
     result = measure("colocated", job, tmp_path / "colocated", stop_after=5)
@@ -173,7 +173,14 @@ def test_a_run_is_killed_after_its_last_step(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_that_ends_before_its_last_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "PROGRAM", "raise SystemExit('no memory')")
+    monkeypatch.setattr(whole_run, "PROGRAM", "raise SystemExit('no memory')")
     job = workload.job(Path("/w"), SIZE, layout("colocated", 2), 5, "CUDA")
     with pytest.raises(RuntimeError, match=r"layout colocated ended with 1: see (.|\n)*no memory"):
         measure("colocated", job, tmp_path / "colocated", stop_after=5)
+
+
+def test_a_line_that_is_being_written_is_no_step_yet(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time": 1}\n{"step": 4, "ti')
+
+    assert list(whole_run.steps_of(tmp_path)) == [3]
+    assert whole_run.steps_of(tmp_path / "nothing") == {}
