@@ -125,9 +125,9 @@ golden: install ## Compare the examples' manifests with the reviewed files; UPDA
 	$(PYTEST) tests/golden
 
 .PHONY: gpu
-gpu: install-gpu ## Run the tests that need GPUs, on this machine's GPUs; print the versions first.
+gpu: install-gpu ## Print the versions, and run the tests that need GPUs, as many files beside each other as there are GPUs for.
 	$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --constraint requirements/dev.txt pytest pytest-asyncio pytest-timeout
-	$(GPU_VENV)/bin/python -m pytest tests/gpu --capture=no --durations=15
+	$(GPU_VENV)/bin/python -m tools.suite.gpus $(GPU_TESTS)
 
 .PHONY: bench
 bench: $(BENCH_VENV)/.installed ## Measure a step in all placements and schedules on the GPUs of this machine (BENCH="--gpus 2 --shape 0.5B").

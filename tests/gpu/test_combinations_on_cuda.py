@@ -20,8 +20,7 @@ from tests.gpu.combination_ranks import COMBINATIONS, PARTS, Combination
 from tests.gpu.two_ranks import run_two_ranks
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.gpu(2),
     # Whichever test comes first waits for all combinations.
     pytest.mark.timeout(1080),
 ]

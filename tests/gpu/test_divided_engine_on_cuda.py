@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integration.trainer.divided_engine import divided
 from tests.integration.trainer.tiny_model import INITIALIZER_RANGE, write_tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 LIMIT_SECONDS = 300
 # 170 million parameters. One KV head is on both GPUs, and the 257 tokens of the vocabulary are 160 and 97.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integration.trainer.drafts import NUM_PROMPTS, SAMPLINGS, generated, write_repeating_model
 from tests.integration.trainer.vllm_agreement import FEW, share_of_equal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 LIMIT_SECONDS = 500
 

@@ -25,10 +25,7 @@ from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.vllm_agreement import MODULE
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 LIMIT_SECONDS = 400
 VOCABULARY = 49152
@@ -92,9 +89,8 @@ def test_a_checkpoint_is_read_back(parallel: ParallelMesh, model_path: Path, tmp
     "backend",
     [
         "cuda_ipc",
-        pytest.param(
-            "nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each process")
-        ),
+        # NCCL wants a GPU for each process.
+        pytest.param("nccl", marks=pytest.mark.gpu(2)),
     ],
 )
 def test_vllm_follows_the_weights(model_path: Path, backend: str) -> None:

@@ -14,10 +14,7 @@ from ppojob_trainer.engines.train.fsdp.lora import add_adapters, is_adapter
 from tests.gpu.test_grouped_experts_on_cuda import NUM_EXPERTS, PER_TOKEN, ROUNDING, TOKENS, choices, distance
 from tests.unit.trainer.engines.tiny_experts import tiny_experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 FACTOR = 2.0
 TARGETS = ["gate_proj", "up_proj", "down_proj"]

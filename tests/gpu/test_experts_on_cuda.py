@@ -1,9 +1,13 @@
-"""A mixture of experts on one GPU: transformers' numbers, and a vLLM engine that follows pushed experts."""
+"""Mixtures of experts on one GPU: transformers' numbers, and a vLLM engine that follows pushed experts.
+
+The trainer computes with the experts that it chooses, and with those that the engine recorded.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,36 +18,43 @@ from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.gpu.one_gpu import difference_from_transformers, make_batch
 from tests.integration.trainer.separate_process import seen_by
+from tests.integration.trainer.tiny_mixtures import EXPERTS, FAMILIES
 from tests.integration.trainer.tiny_model import write_tiny_model
 from tests.integration.trainer.vllm_agreement import MODULE
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 LIMIT_SECONDS = 400
 VOCABULARY = 257
 
 
+# Of the proportions of Qwen3-30B-A3B, Mixtral and DeepSeek-V3. Only those of qwen3_moe have run on a GPU.
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "head_dim": 64},
+    "mixtral": {"intermediate_size": 256, "head_dim": 64},
+    "deepseek_v3": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+
+
+@pytest.fixture(scope="module", params=ON_GPUS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """128 experts of Qwen3-30B-A3B's proportions, 8 for each token."""
-    return write_tiny_model(
-        tmp_path_factory.mktemp("models") / "experts",
-        "qwen3_moe",
-        hidden_size=256,
-        head_dim=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=128,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
+def model_path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = EXPERTS | FAMILIES[family] | SHAPE | ON_GPUS[family]
+    return write_tiny_model(tmp_path_factory.mktemp("models") / family, family, **settings)
 
 
 def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, model_path: Path) -> None:
@@ -59,8 +70,22 @@ def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, mo
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
 def test_vllm_follows_the_pushed_experts(model_path: Path) -> None:
-    seen = seen_by(MODULE, str(model_path), "CUDA", "cuda_ipc", limit=LIMIT_SECONDS)
+    assert_follows(seen_by(MODULE, str(model_path), "CUDA", "cuda_ipc", limit=LIMIT_SECONDS))
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+def test_vllm_follows_and_the_trainer_has_its_experts(model_path: Path) -> None:
+    seen = seen_by(MODULE, str(model_path), "CUDA", "cuda_ipc", "bfloat16", "replay", limit=LIMIT_SECONDS)
+    assert_follows(seen)
+    # Both round to bfloat16, so few tokens have other experts without the engine's choices.
+    diffs = seen["replay"]
+    assert diffs["replayed"] < 0.02
+    assert diffs["wrongly_replayed"] > 2 * max(diffs["replayed"], diffs["not_replayed"])
+
+
+def assert_follows(seen: dict[str, Any]) -> None:
     print(json.dumps(seen))
     assert seen["diff_at_start"] < 0.02
     assert seen["diff_of_stale_weights"] > 2 * seen["diff_after_push"]

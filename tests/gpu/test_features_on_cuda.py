@@ -30,7 +30,6 @@ from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     # Whichever test comes first waits for all runs.
     pytest.mark.timeout(400),
 ]

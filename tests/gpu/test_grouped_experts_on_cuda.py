@@ -11,10 +11,7 @@ from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.fsdp.expert_rows import Rows, collect, spread
 from tests.unit.trainer.engines.tiny_experts import tiny_experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS, NUM_EXPERTS, PER_TOKEN = 1000, 32, 4
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5}

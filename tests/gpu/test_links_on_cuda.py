@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ppojob_trainer.engines.weights.waiting import break_off
 from tests.gpu import link_ranks
@@ -16,11 +15,11 @@ from tests.gpu.two_ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.timeout(240),
 ]
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each process")
+# NCCL wants a GPU for each process.
+two_gpus = pytest.mark.gpu(2)
 each_backend = pytest.mark.parametrize(
     ("backend", "settings"),
     [

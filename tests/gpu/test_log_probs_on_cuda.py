@@ -8,10 +8,7 @@ from torch import Tensor
 
 from ppojob_trainer.maths.log_probs import linear_log_probs, plain_log_probs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS, WIDTH = 1000, 96
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ppojob_trainer.main import groups as groups_module
 from tests.gpu.losses_in_pushes import LOST_STEP, LosesItsProcessInPush, LosesVllmInPush, Loss, PausingActor
@@ -26,16 +25,12 @@ LINK_LIMIT_S = 0.75 * PHASE_LIMIT_S
 TRAINED = {"actor": "train", "critic": "train", "ref": ["train"], "reward": ["train"]}
 
 
-def needs(num_gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < num_gpus, reason=f"needs {num_gpus} GPUs")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@needs(3)
+@pytest.mark.gpu(3)
 @pytest.mark.parametrize("replica", [LosesVllmInPush, LosesItsProcessInPush])
 def test_the_other_engine_of_a_pool_gets_the_weights_over_nccl(
     model: Path,
@@ -52,7 +47,7 @@ def test_the_other_engine_of_a_pool_gets_the_weights_over_nccl(
     assert_read_back(tmp_path)
 
 
-@needs(2)
+@pytest.mark.gpu(2)
 def test_an_engine_of_another_pool_gets_the_weights_when_the_one_on_the_actors_gpu_is_lost(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,8 +24,7 @@ from tests.gpu.two_ranks import PROJECT, run_ranks
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.gpu(2),
     pytest.mark.timeout(400),
 ]
 
@@ -70,15 +69,16 @@ def test_every_layout_makes_the_same_update(seen: Seen) -> None:
     assert_same_updates(computed, computed["one GPU"])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-def test_four_gpus_that_gather_keys_make_the_same_update(seen: Seen, model: Path, tmp_path: Path) -> None:
-    computed = computed_by(4, list(parallel_ranks.OF_FOUR_GPUS), model, tmp_path)
+@pytest.mark.gpu(4)
+def test_four_gpus_that_gather_keys_make_the_same_update(model: Path, tmp_path: Path) -> None:
+    computed = computed_by(4, ["one GPU", *parallel_ranks.OF_FOUR_GPUS], model, tmp_path)
     errors = [layout["error"] for layout in computed.values() if "error" in layout]
     assert not errors, "\n".join(errors)
     show_layouts(computed)
+    one = computed.pop("one GPU")
     for layout in computed.values():
         assert layout["weights of rank 1"] == layout["weights"]
-    assert_same_updates(computed, seen["one GPU"])
+    assert_same_updates(computed, one)
 
 
 def assert_same_updates(computed: Seen, one: dict[str, Any]) -> None:

@@ -10,10 +10,7 @@ import torch
 
 from ppojob_trainer.engines.train.fsdp.pinned import host_buffer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 # A rank's part of an MLP's matrix of Qwen2-7B on two GPUs; a power of two would be 268 MB.
 NUM_BYTES, NUM = 135_790_592, 8

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-import torch
 
 from ppojob_api.v1alpha1.resolve import JobFile
 from tests.gpu.whole_runs import NUM_STEPS, lossy_spec, seconds_to_next_step, write_inputs
@@ -31,8 +30,7 @@ from tests.integration.trainer.attempts import (
 from tests.integration.trainer.runs import Run, job_of, log_of, wait_until
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.gpu(2),
     pytest.mark.timeout(240),
 ]
 

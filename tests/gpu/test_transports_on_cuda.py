@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from ppojob_trainer.engines.network import listen
 from tests.gpu import transport_ranks
 from tests.gpu.two_ranks import run_two_ranks
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.gpu(2),
     pytest.mark.timeout(400),
 ]
 

@@ -1,15 +1,10 @@
-"""Runs every part of the tests, two at a time, prints what each said, and a table at the end.
+"""Parts of a test run: each is a command of its own, and several run beside each other.
 
-    cluster-up ─▶ images ─▶ integration ─▶ e2e
-    lint, contracts, generate-check, golden, architecture, trainer, types, unit, oracles, unit-slow: in any order
-
-When a part ends, the first of `PARTS` that may run starts. Whole jobs on Ray (trainer) and on the cluster (e2e) each
-take up to 16 GiB of memory, so one waits for the other; meanwhile, small parts run. The cluster's parts come first,
-because they wait more than they compute, and e2e, which is the longest way to the end, must begin early.
+Called by `targets` (`make test`) and `gpus` (`make gpu`), which say what the parts are, and which of them may run at
+the same time. When a part ends, the first of the waiting ones that may run starts.
 
 Each part writes to a separate log, which is printed when the part ends. If a part fails, the next one runs, so that
-one run shows everything. A cluster or an image that cannot be made ends the run at once, because the parts after it
-could not pass. A cluster that ran before stays; one that this started is taken down.
+one run shows everything; only a foundation that fails ends the run at once, because the parts after it could not pass.
 """
 
 from __future__ import annotations
@@ -21,105 +16,107 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from tools.cluster.cluster import is_healthy
-from tools.cluster.layout import PROJECT, Layout
 from tools.suite import strays
 
 
 @dataclass(frozen=True)
-class Part:
-    """A target of the Makefile and the seconds that it may take.
+class Part(ABC):
+    """A command, and the seconds that it may take.
 
-    `after`: the part that must have ended before; "": none. `is_foundation`: the parts after it need what it made, and
-    what it leaves running is meant to run. `is_large`: it takes most of the machine's memory, so it never runs beside
-    another large part.
+    `name`: of its log, and in the table. `is_foundation`: the parts after it need what it made, and what it leaves
+    running is meant to run.
     """
 
     name: str
     limit: float
-    after: str = ""
-    is_foundation: bool = False
-    is_large: bool = False
+    is_foundation: bool = field(default=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """The program and its arguments; it runs in the project's folder."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The part as the user would run it."""
 
 
 @dataclass(frozen=True)
 class PartResult:
-    """How one part went; `result` is passed, or says why not. `start` counts from the start of the run."""
+    """How one part went.
+
+    `result` is passed, or says why not; `start` counts from the start of the run; None: it did not start.
+    """
 
     name: str
     result: str
-    start: float
-    seconds: float
+    start: float | None
+    seconds: float | None
+    details: str = ""
 
 
-PARTS: Sequence[Part] = (
-    Part("cluster-up", 4800, is_foundation=True),
-    Part("images", 3600, after="cluster-up", is_foundation=True),
-    Part("integration", 3600, after="images"),
-    Part("e2e", 5400, after="integration", is_large=True),
-    Part("lint", 300),
-    Part("contracts", 300),
-    Part("generate-check", 300),
-    Part("golden", 900),
-    Part("architecture", 600),
-    Part("trainer", 4800, is_large=True),
-    Part("types", 1200),
-    Part("unit", 3600),
-    Part("oracles", 1800),
-    Part("unit-slow", 3600),
-)
-AT_A_TIME = 2
-CLUSTER_DOWN = Part("cluster-down", 300, is_foundation=True)
-PASSED = "passed"
-# In the project.
-LOGS = Path(".build") / "test"
-_MAKE = ("make", "--no-print-directory")
+PASSED, NOT_RUN = "passed", "not run"
+_COLORS = {PASSED: "green", NOT_RUN: "yellow"}
 _POLL_SECONDS = 0.2
 
 
-def run(layout: Layout, project: Path = PROJECT, parts: Sequence[Part] = PARTS) -> int:
-    """Run everything; return 0 if all parts passed, else 1."""
-    suite = _Suite(project, list(parts))
-    was_healthy = is_healthy(layout)
-    try:
-        suite.run_all()
-    finally:
-        if not was_healthy:
-            suite.stop.clear()
-            suite.run_part(CLUSTER_DOWN)
-        suite.print_table()
-    results = [result for result in suite.results if result.name != CLUSTER_DOWN.name]
-    return 0 if len(results) == len(parts) and all(result.result == PASSED for result in suite.results) else 1
+P = TypeVar("P", bound=Part)
 
 
 @dataclass
-class _Suite:
+class Suite(ABC, Generic[P]):
     """One run: its results, in the order in which the parts ended."""
 
     project: Path
-    waiting: list[Part]
+    waiting: list[P]
     """The parts that have not started, in their order."""
+    logs: Path
+    """The folder of the logs, in the project."""
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     results: list[PartResult] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
+    running: list[P] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _running: list[Part] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    """Notified when a part ends or the run stops; guards `waiting` and `_running`."""
+    """Notified when a part ends or the run stops; guards `waiting` and `running`."""
     _start: float = field(default_factory=time.monotonic)
 
+    @property
+    @abstractmethod
+    def at_a_time(self) -> int:
+        """The most parts that run beside each other."""
+
+    @abstractmethod
+    def may_run(self, part: P) -> bool:
+        """Whether a waiting part may start beside the running ones."""
+
+    def reserve(self, part: P) -> None:
+        """Reserve what a part needs: `running` has it now, and no other part starts meanwhile."""
+
+    def environment(self, part: P) -> Mapping[str, str]:
+        """Return the variables that a part gets besides this process's."""
+        return {}
+
+    def details(self, log: str) -> str:
+        """Return what the table says of an ended part besides its result; "": nothing."""
+        return ""
+
     def run_all(self) -> None:
-        """Run the parts, so many at a time; whatever interrupts this stops them."""
-        with ThreadPoolExecutor(AT_A_TIME) as threads:
-            ends = [threads.submit(self._run_parts) for _ in range(AT_A_TIME)]
+        """Run the parts, at most `at_a_time` beside each other; whatever interrupts this stops them."""
+        with ThreadPoolExecutor(self.at_a_time) as threads:
+            ends = [threads.submit(self._run_parts) for _ in range(self.at_a_time)]
             try:
                 for end in ends:
                     end.result()
@@ -135,46 +132,46 @@ class _Suite:
             self._stop()
             raise
 
-    def _end_part(self, part: Part, passed: bool) -> None:
+    def _end_part(self, part: P, passed: bool) -> None:
         with self._changed:
             # At once: no part after a foundation that failed may start.
             if part.is_foundation and not passed:
                 self.stop.set()
-            self._running.remove(part)
+            self.running.remove(part)
             self._changed.notify_all()
 
-    def _next(self) -> Part | None:
+    def _next(self) -> P | None:
         """Wait for a part that may run, and take it; None if the run is over."""
         with self._changed:
             while self.waiting and not self.stop.is_set():
-                part = next(filter(self._may_run, self.waiting), None)
+                part = next(filter(self.may_run, self.waiting), None)
                 if part is not None:
                     self.waiting.remove(part)
-                    self._running.append(part)
+                    self.running.append(part)
+                    self.reserve(part)
                     return part
                 self._changed.wait()
         return None
-
-    def _may_run(self, part: Part) -> bool:
-        not_ended = {other.name for other in (*self.waiting, *self._running)}
-        return part.after not in not_ended and not (part.is_large and any(other.is_large for other in self._running))
 
     def _stop(self) -> None:
         with self._changed:
             self.stop.set()
             self._changed.notify_all()
 
-    def run_part(self, part: Part) -> bool:
+    def run_part(self, part: P) -> bool:
         """Run one part to its end, its limit, or the stop of the run; print its log; True if it passed."""
-        log = self.project / LOGS / f"{part.name}.log"
+        log = self.project / self.logs / f"{part.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._say(f"> make {part.name} (log: {log.relative_to(self.project)})")
+        self._say(f"> {part.title} (log: {log.relative_to(self.project)})")
         start = time.monotonic()
         mark = uuid.uuid4().hex
-        environment = os.environ if part.is_foundation else {**os.environ, strays.MARK: mark}
+        # A program that writes its own title, as vLLM's do, would overwrite its environment, and so the mark.
+        environment = {**os.environ, "SPT_NOENV": "1", **self.environment(part)}
+        if not part.is_foundation:
+            environment[strays.MARK] = mark
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*_MAKE, part.name],
+                part.command,
                 cwd=self.project,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -187,8 +184,10 @@ class _Suite:
         finally:
             _end(process)
             left = strays.end_strays(mark)
-        done = PartResult(part.name, result, start - self._start, time.monotonic() - start)
-        self._report(done, log, left)
+        seconds = time.monotonic() - start
+        said = log.read_text(errors="replace")
+        done = PartResult(part.name, result, start - self._start, seconds, self.details(said))
+        self._report(part, done, said, left)
         return result == PASSED
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> str:
@@ -201,11 +200,11 @@ class _Suite:
             time.sleep(_POLL_SECONDS)
         return ""
 
-    def _report(self, done: PartResult, log: Path, left_running: Sequence[str]) -> None:
+    def _report(self, part: P, done: PartResult, said: str, left_running: Sequence[str]) -> None:
         with self._lock:
             self.results.append(done)
-            self.console.rule(f"make {done.name}: {done.result} after {done.seconds:.0f} s")
-            self.console.print(log.read_text(errors="replace"), markup=False, end="")
+            self.console.rule(f"{part.title}: {done.result} after {done.seconds:.0f} s")
+            self.console.print(said, markup=False, end="")
             for command in left_running:
                 self.console.print(f"left running by {done.name}, and ended: {command}", markup=False)
 
@@ -216,9 +215,12 @@ class _Suite:
     def print_table(self) -> None:
         """Print every part with its result, when it started and how long it took."""
         table = Table("part", "result", "started after, s", "seconds")
+        if any(done.details for done in self.results):
+            table.add_column("details")
         for done in self.results:
-            color = "green" if done.result == PASSED else "red"
-            table.add_row(done.name, f"[{color}]{done.result}[/]", f"{done.start:.0f}", f"{done.seconds:.0f}")
+            times = ["" if seconds is None else f"{seconds:.0f}" for seconds in (done.start, done.seconds)]
+            row = [done.name, f"[{_COLORS.get(done.result, 'red')}]{done.result}[/]", *times, escape(done.details)]
+            table.add_row(*row[: len(table.columns)])
         self.console.print(table)
         self.console.print(f"all parts: {time.monotonic() - self._start:.0f} s")
 

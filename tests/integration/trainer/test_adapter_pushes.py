@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.trainer.adapter_pushes import adapters_pushed
 from tests.integration.trainer.separate_process import LIMIT_S
-from tests.integration.trainer.test_experts_agreement import EXPERTS, FAMILIES
+from tests.integration.trainer.tiny_mixtures import EXPERTS, FAMILIES
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]

@@ -13,8 +13,9 @@ import pytest
 from tools.cluster.layout import PROJECT, Layout
 from tools.cluster.processes import end, start_ticks
 from tools.cluster.waiting import wait_until
-from tools.suite import parts
-from tools.suite.parts import CLUSTER_DOWN, LOGS, PARTS, Part
+from tools.suite import targets
+from tools.suite.parts import PartResult
+from tools.suite.targets import CLUSTER_DOWN, LOGS, PARTS, Target
 
 NAMES = [part.name for part in PARTS]
 
@@ -48,7 +49,7 @@ def ran(project: Path) -> list[str]:
 
 
 def test_every_part_runs_once_and_the_cluster_that_was_started_is_taken_down(layout: Layout, project: Path) -> None:
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
     assert sorted(ran(project)) == sorted([*NAMES, "cluster-down"])
     for part in PARTS:
         assert not part.after or ran(project).index(part.after) < ran(project).index(part.name)
@@ -56,8 +57,8 @@ def test_every_part_runs_once_and_the_cluster_that_was_started_is_taken_down(lay
 
 
 def test_a_cluster_that_ran_before_stays(layout: Layout, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "is_healthy", lambda _: True)
-    assert parts.run(layout, project) == 0
+    monkeypatch.setattr(targets, "is_healthy", lambda _: True)
+    assert targets.run(layout, project) == 0
     assert "cluster-down" not in ran(project)
 
 
@@ -65,7 +66,7 @@ def test_two_parts_run_beside_each_other(layout: Layout, project: Path) -> None:
     # Each waits for the other one's file: one after the other they would wait for ever.
     replace_target(project, "cluster-up", "@touch a; until [ -e b ]; do sleep 0.1; done")
     replace_target(project, "lint", "@touch b; until [ -e a ]; do sleep 0.1; done")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
 
 
 def test_while_a_large_part_waits_for_another_small_ones_run(layout: Layout, project: Path) -> None:
@@ -73,21 +74,21 @@ def test_while_a_large_part_waits_for_another_small_ones_run(layout: Layout, pro
     replace_target(project, "integration", "@until [ -e a ]; do sleep 0.1; done")
     replace_target(project, "trainer", "@touch a; until [ -e b ]; do sleep 0.1; done")
     replace_target(project, "unit-slow", "@touch b")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
     assert ran(project).index("trainer") < ran(project).index("unit-slow") < ran(project).index("e2e")
 
 
 def test_parts_that_take_most_of_the_memory_run_one_after_the_other(layout: Layout, project: Path) -> None:
     for name in ("trainer", "e2e"):
         replace_target(project, name, "@mkdir large && sleep 0.5 && rmdir large")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
 
 
 def test_a_failed_part_fails_the_run_and_does_not_stop_the_next(
     layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_target(project, "types", "@echo wrong type; exit 1")
-    assert parts.run(layout, project) == 1
+    assert targets.run(layout, project) == 1
     assert sorted(ran(project)) == sorted([*NAMES, "cluster-down"])
     assert "wrong type\n" in (project / LOGS / "types.log").read_text()
     assert "wrong type\n" in capsys.readouterr().out
@@ -96,7 +97,7 @@ def test_a_failed_part_fails_the_run_and_does_not_stop_the_next(
 def test_what_two_parts_say_is_not_mixed(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("cluster-up", "lint"):
         replace_target(project, name, f"@for i in 1 2 3 4 5; do echo {name} $$i; sleep 0.1; done")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
     said = capsys.readouterr().out
     for name in ("cluster-up", "lint"):
         assert "".join(f"{name} {i}\n" for i in range(1, 6)) in said
@@ -109,7 +110,7 @@ def test_a_failed_build_ends_the_run_at_once(
     replace_target(project, name, "@until [ -e lint-runs ]; do sleep 0.1; done; echo the disk is full; exit 1")
     # Without the end, it would have passed after ten minutes.
     replace_target(project, "lint", "@touch lint-runs; sleep 600")
-    assert parts.run(layout, project) == 1
+    assert targets.run(layout, project) == 1
     said = capsys.readouterr().out
     assert "the disk is full" in said
     assert "make lint: ended with the run" in said
@@ -119,7 +120,7 @@ def test_a_failed_build_ends_the_run_at_once(
 
 def test_a_part_over_its_limit_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace_target(project, "lint", "@sleep 600")
-    assert parts.run(layout, project, [Part("lint", 1), Part("types", 600, after="lint")]) == 1
+    assert targets.run(layout, project, [Target("lint", 1), Target("types", 600, after="lint")]) == 1
     # Without a limit, it would have passed after ten minutes.
     assert "ended after its limit of 1 s" in capsys.readouterr().out
     # On a busy machine, the limit may come before the target writes that it runs.
@@ -136,9 +137,31 @@ def leave_running(project: Path, name: str) -> None:
 
 def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_running(project, "unit")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
     assert start_ticks(int((project / "pid").read_text())) is None
     assert "left running by unit, and ended: sleep 3661" in capsys.readouterr().out
+
+
+def test_what_has_given_itself_a_title_is_ended_too(
+    layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM's processes do: the title overwrites the environment, by which what was left is found."""
+    write = "open('pid', 'w').write(str(os.getpid()))"
+    title = f"import os, setproctitle, time; setproctitle.setproctitle('title ' * 99); {write}; time.sleep(600)"
+    start = f'setsid --fork {sys.executable} -c "{title}"'
+    replace_target(project, "unit", f"@{start}; until [ -s pid ]; do sleep 0.1; done")
+
+    assert targets.run(layout, project) == 0
+    assert start_ticks(int((project / "pid").read_text())) is None
+    assert "left running by unit, and ended: title" in capsys.readouterr().out
+
+
+def test_details_of_a_log_are_no_markup(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = targets._Targets(project, [], LOGS)
+    suite.results.append(PartResult("unit", "failed", 0, 1, "[/usr/lib] killed"))
+    suite.print_table()
+
+    assert "[/usr/lib] killed" in capsys.readouterr().out
 
 
 def both_run(project: Path) -> bool:
@@ -148,12 +171,12 @@ def both_run(project: Path) -> bool:
 TERMINATED = """
 import pathlib, sys
 from tools.cluster.layout import Layout
-from tools.suite.__main__ import end_parts_at_sigterm
-from tools.suite.parts import Part, run
+from tools.suite.signals import end_parts_at_sigterm
+from tools.suite.targets import Target, run
 folder = pathlib.Path(sys.argv[1])
 end_parts_at_sigterm()
 layout = Layout(cache=folder / "cache", state=folder / "state", runtime=folder / "run")
-run(layout, folder / "project", [Part("lint", 600), Part("types", 600), Part("unit", 600)])
+run(layout, folder / "project", [Target("lint", 600), Target("types", 600), Target("unit", 600)])
 """
 
 
@@ -178,7 +201,7 @@ def test_sigterm_ends_the_run_also_if_it_comes_several_times(project: Path) -> N
 
 def test_the_cluster_that_a_part_starts_keeps_running(layout: Layout, project: Path) -> None:
     leave_running(project, "cluster-up")
-    assert parts.run(layout, project) == 0
+    assert targets.run(layout, project) == 0
     pid = int((project / "pid").read_text())
     ticks = start_ticks(pid)
     assert ticks is not None
