@@ -33,7 +33,7 @@ TESTS = Path("tests") / "gpu"
 LOGS = Path(".build") / "gpu"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIMIT_SECONDS = 7200.0
-"""Longest run of a file. Each test has a limit of its own, so only a process that hangs outside its tests takes it."""
+"""Longest run of a file. Each test has a separate limit, so only a process that hangs outside its tests takes it."""
 _SUMMARY = re.compile(r"=+ (\d+ .* in [\d.]+s.*?) =+")
 
 

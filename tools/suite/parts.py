@@ -1,4 +1,4 @@
-"""Parts of a test run: each is a command of its own, and several run beside each other.
+"""Parts of a test run: each is a separate command, and several run beside each other.
 
 Called by `targets` (`make test`) and `gpus` (`make gpu`), which say what the parts are, and which of them may run at
 the same time. When a part ends, the first of the waiting ones that may run starts.

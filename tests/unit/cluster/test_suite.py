@@ -145,7 +145,7 @@ def test_what_a_part_leaves_running_is_ended(layout: Layout, project: Path, caps
 def test_what_has_given_itself_a_title_is_ended_too(
     layout: Layout, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As vLLM's processes do: the title overwrites the environment, by which what was left is found."""
+    """As vLLM's processes do: the title overwrites the environment, by which a process that was left is found."""
     write = "open('pid', 'w').write(str(os.getpid()))"
     title = f"import os, setproctitle, time; setproctitle.setproctitle('title ' * 99); {write}; time.sleep(600)"
     start = f'setsid --fork {sys.executable} -c "{title}"'
