@@ -62,9 +62,8 @@ def _wait(process: subprocess.Popen[bytes], output: Path, stop_after: int | None
         if time.monotonic() > end:
             raise subprocess.TimeoutExpired(process.args, limit_s)
         time.sleep(_POLL_S)
-    if process.returncode is not None:
-        return process.returncode
-    return 0
+    # A run that is to be killed has none yet.
+    return process.returncode or 0
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
