@@ -1,4 +1,4 @@
-"""A batch of random tokens, and the difference from transformers' log-probs, for the tests of engines on one GPU."""
+"""A batch of random tokens, and differences from transformers' log-probs, for the tests of engines on one GPU."""
 
 from __future__ import annotations
 
@@ -28,14 +28,25 @@ def make_batch(vocabulary: int) -> DataProto:
 
 def difference_from_transformers(engine: FSDPEngine, path: Path, batch: DataProto) -> float:
     """Return the mean absolute difference of an engine's log-probs from those of the model in float32 on the CPU."""
+    computed, mask = engine.forward(batch).padded(Keys.OLD_LOG_PROBS), batch.padded(Keys.RESPONSE_MASK)
+    return float((computed - _log_probs_of_transformers(path, batch, torch.float32)).abs().sum() / mask.sum())
+
+
+def rounding_of_transformers(path: Path, batch: DataProto) -> float:
+    """Return the mean absolute difference of transformers' log-probs in bfloat16 from those in float32, on the CPU."""
+    exact, rounded = (_log_probs_of_transformers(path, batch, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return float((rounded - exact).abs().sum() / batch.padded(Keys.RESPONSE_MASK).sum())
+
+
+def _log_probs_of_transformers(path: Path, batch: DataProto, dtype: torch.dtype) -> torch.Tensor:
+    """Return the log-probs of the responses, (rows, response length), float32, 0 after their ends."""
     from transformers import AutoModelForCausalLM
 
-    computed = engine.forward(batch).padded(Keys.OLD_LOG_PROBS)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     with torch.no_grad():
-        logits = model(**padded_inputs(batch)).logits
+        logits = model(**padded_inputs(batch)).logits.float()
     responses, mask = padded_responses(batch), batch.padded(Keys.RESPONSE_MASK)
     log_p = torch.log_softmax(response_part(logits, responses.shape[1]), dim=-1)
-    expected = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
-    assert expected[mask.bool()].std() > 0.5, "the model has no contrast, so equal log-probs would show nothing"
-    return float((computed - expected).abs().sum() / mask.sum())
+    log_probs = log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1) * mask
+    assert log_probs[mask.bool()].std() > 0.5, "the model has no contrast, so equal log-probs would show nothing"
+    return log_probs

@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from tests.gpu.one_gpu import difference_from_transformers, make_batch
+from tests.gpu.one_gpu import difference_from_transformers, make_batch, rounding_of_transformers
 from tests.integration.trainer.separate_process import seen_by
 from tests.integration.trainer.tiny_mixtures import EXPERTS, FAMILIES
 from tests.integration.trainer.tiny_model import write_tiny_model
@@ -29,7 +29,7 @@ LIMIT_SECONDS = 400
 VOCABULARY = 257
 
 
-# Of the proportions of Qwen3-30B-A3B, Mixtral and DeepSeek-V3. Only those of qwen3_moe have run on a GPU.
+# Of the proportions of Qwen3-30B-A3B, Mixtral and DeepSeek-V3.
 ON_GPUS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "head_dim": 64},
     "mixtral": {"intermediate_size": 256, "head_dim": 64},
@@ -62,8 +62,9 @@ def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, mo
     actor = ActorModel(path=str(model_path))
     engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=torch.bfloat16)
     batch = make_batch(VOCABULARY)
-    # bfloat16 against float32. A router whose experts are nearly equal may choose another one.
-    assert difference_from_transformers(engine, model_path, batch) < 0.1
+    # bfloat16 against float32. A router whose experts are nearly equal may choose another one, also in transformers:
+    # 0.04 (qwen3_moe, deepseek_v3) and 0.10 (mixtral) there. The log-probs differ by 1.2 or more from their mean.
+    assert difference_from_transformers(engine, model_path, batch) < 2 * rounding_of_transformers(model_path, batch)
     metrics = engine.update(batch.with_fields(engine.forward(batch).columns))
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/expert_imbalance/mean"] >= 1
