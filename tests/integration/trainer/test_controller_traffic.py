@@ -144,6 +144,7 @@ async def make_ready(groups: Groups) -> None:
     members: list[WorkerGroup[Any]] = [groups.actor.group, groups.critic.group, *references]
     meeting = [join(group) for group in members]
     loaded, *_ = await asyncio.gather(groups.data.group.call(DataWorker.load), *meeting)
+    await groups.reward.function.group.call(RewardWorker.load_tokenizer)
     await groups.reward.function.group.call(RewardWorker.load, loaded.sources)
     await groups.rollout.begin_load()
     await groups.rollout.load()

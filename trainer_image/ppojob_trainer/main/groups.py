@@ -328,18 +328,20 @@ async def _check(groups: Groups, phases: Phases) -> int:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
     checks |= {role: ref.group.call(RefWorker.check) for role, ref in groups.own_refs.items()}
     running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
-    data = asyncio.create_task(_check_data_and_reward(groups, phases))
-    await asyncio.gather(data, *running)
-    return data.result()
+    steps_per_epoch, *_ = await asyncio.gather(_check_data_and_reward(groups, phases), *running)
+    return int(steps_per_epoch)
 
 
 async def _check_data_and_reward(groups: Groups, phases: Phases) -> int:
     """Open the data, then load the reward function, which checks the data sources; return the steps of an epoch."""
-    loaded = await phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
-    if groups.reward.function is not None:
-        loading = groups.reward.function.group.call(RewardWorker.load, loaded.sources)
-        await phases.run(Phase.CHECK, "reward", 0, loading)
-    return loaded.steps_per_epoch
+    opening: dict[str, Any] = {"data": groups.data.group.call(DataWorker.load)}
+    reward = groups.reward.function
+    if reward is not None:
+        opening["reward"] = reward.group.call(RewardWorker.load_tokenizer)
+    loaded, *_ = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, call) for role, call in opening.items()))
+    if reward is not None:
+        await phases.run(Phase.CHECK, "reward", 0, reward.group.call(RewardWorker.load, loaded.sources))
+    return int(loaded.steps_per_epoch)
 
 
 async def _sizes(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, ModelSize]:
@@ -384,9 +386,8 @@ async def _load_models(
         role: asyncio.create_task(phases.run(Phase.LOAD, role, 0, _load(*load)), name=f"load {role}")
         for role, load in loads.items()
     }
-    pool_of = pools_of_roles(spec)
     if spec.device is Device.CUDA:
-        with_engines = spec.placement.rollout_pools
+        pool_of, with_engines = pools_of_roles(spec), spec.placement.rollout_pools
         await asyncio.gather(*(task for role, task in loading.items() if pool_of[role] in with_engines))
     is_free.set()
     await asyncio.gather(*loading.values())

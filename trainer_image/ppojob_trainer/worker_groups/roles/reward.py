@@ -49,32 +49,41 @@ class RewardWorker:
 
     def renew(self) -> None:
         """See `Renewable`: no score depends on an earlier one."""
-        if self._decoder is None:
+        if self._scorer is None:
             raise NotRenewableError("the reward function was not loaded yet")
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
+    def load_tokenizer(self) -> None:
+        """Load the tokenizer. Once. Its libraries take seconds, so this runs while the data are opened.
+
+        Raises:
+            ModelNotFoundError: no tokenizer in the actor's folder.
+        """
+        if self._decoder is None:
+            self._decoder = load_tokenizer(self.spec.model.actor)
+
+    @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, data_sources: Sequence[str]) -> None:
-        """Start the function's processes, check the names of the data sets with it, and load the tokenizer. Once.
+        """Start the function's processes, and check the names of the data sets with it. Once.
 
         Raises:
             RewardImportError: the function cannot be imported.
             RewardRefusedError: the function's check refuses its arguments or a data set.
-            ModelNotFoundError: no tokenizer in the actor's folder.
         """
-        if self._decoder is not None:
+        if self._scorer is not None:
             return
         function = self.spec.reward.function
         assert function is not None, "this reward has no function"
         source = FunctionSource(function.module, function.path, function.name, function.extract, function.kwargs)
-        self._scorer = Scorer(
+        scorer = Scorer(
             source,
             on_error=function.on_error.value,
             error_score=function.error_score,
             timeout_seconds=function.timeout_seconds,
             concurrency=function.concurrency,
         )
-        self._scorer.start(data_sources)
-        self._decoder = load_tokenizer(self.spec.model.actor)
+        scorer.start(data_sources)
+        self._scorer = scorer
 
     @register(
         dispatch=Dispatch.DP_COMPUTE_PROTO,
@@ -90,7 +99,7 @@ class RewardWorker:
             RewardFunctionError: with onError Fail, the function did not score a response.
         """
         assert self._scorer is not None, "load() comes first"
-        assert self._decoder is not None, "load() comes first"
+        assert self._decoder is not None, "load_tokenizer() comes first"
         scored = score_batch(batch, self._scorer, self._decoder)
         kept = scored.kept
         metrics = {
