@@ -173,8 +173,9 @@ class ScheduleSpec(ApiModel):
     mode: ScheduleMode = ScheduleMode.AUTO
     """Serial: one phase after the other. ParallelUpdate: actor and critic, in different pools, update at the same time.
     Overlapped: each phase starts when its inputs are ready and its pool is free, with or without a critic. Auto:
-    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, which save no time there
-    (Streaming does with algorithm.dynamicSampling).
+    Overlapped; if all roles compute in one pool, without NextGeneration and Streaming, because that pool computes one
+    phase at a time (with algorithm.dynamicSampling, Streaming stays). There, a reward function that takes longer than
+    the log-probs is a reason for Overlapped, which scores responses while others are generated.
     OneStepOff: the rollout, in its own pool, generates the next step's responses with older weights while a step is
     trained. OneStepOff is not on-policy: it needs algorithm.rolloutCorrection. Fixed once the job is accepted, if
     either the old or the new mode is OneStepOff."""
