@@ -1,7 +1,7 @@
 """Measures workload W in several placements and schedules, one after the other on this machine, and prints ratios.
 
     python -m tests.bench.bench_split --output DIR [--gpus 4] [--shape 0.5B] [--layouts 1+1,2+1] [--engine-alone]
-        [--prompts N] [--response-tokens N] [--no-save] [--verl [PYTHON]]
+        [--prompts N] [--prompt-tokens N] [--response-tokens N] [--contrast FACTOR] [--no-save] [--verl [PYTHON]]
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
 the steps after the warm-up. With --verl the peer verl does the same work on the same GPUs afterwards, and stands beside
@@ -68,11 +68,13 @@ def main() -> None:
 
 def _size(arguments: argparse.Namespace) -> workload.Size:
     size = replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied")
-    if arguments.prompts is not None:
-        size = replace(size, num_prompts=arguments.prompts)
-    if arguments.response_tokens is not None:
-        size = replace(size, response_tokens=arguments.response_tokens)
-    return size
+    fields = {
+        "num_prompts": arguments.prompts,
+        "prompt_tokens": arguments.prompt_tokens,
+        "response_tokens": arguments.response_tokens,
+        "contrast": arguments.contrast,
+    }
+    return replace(size, **{field: value for field, value in fields.items() if value is not None})
 
 
 def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -99,7 +101,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="0.5B")
     parser.add_argument("--lengths", choices=("equal", "varied"), default="equal", help="of the responses")
     parser.add_argument("--prompts", type=int, metavar="N", help="of a step, a multiple of 4 (default: 256; tiny: 8)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of each, at least 3 (default: 130; tiny: 16)")
     parser.add_argument("--response-tokens", type=int, metavar="N", help="at most (default: 512; tiny: 16)")
+    parser.add_argument("--contrast", type=float, metavar="FACTOR", help="of the output layer's weights (default: 1)")
     parser.add_argument("--layouts", help="comma-separated; default: all that use all GPUs")
     parser.add_argument("--steps", type=int, default=10, help=f"more than the {WARM_UP_STEPS} of the warm-up")
     parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
@@ -126,8 +130,12 @@ def _arguments() -> argparse.Namespace:
         parser.error(
             f"--prompts {arguments.prompts}: a step has {workload.NUM_MINIBATCHES} minibatches, so give a multiple"
         )
-    if arguments.verl is not None and (arguments.prompts, arguments.response_tokens) != (None, None):
-        parser.error("--prompts and --response-tokens: verl is measured with workload W alone")
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens < workload.LEAST_PROMPT_TOKENS:
+        parser.error(f"--prompt-tokens {arguments.prompt_tokens}: give at least {workload.LEAST_PROMPT_TOKENS}")
+    if arguments.verl is not None and replace(_size(arguments), is_varied=False) != workload.size_of(arguments.shape):
+        parser.error(
+            "--prompts, --prompt-tokens, --response-tokens, --contrast: verl is measured with workload W alone"
+        )
     if arguments.verl is not None and arguments.no_save:
         parser.error("--no-save: verl ends after its last step, so it saves as we do without --no-save")
     if arguments.steps <= WARM_UP_STEPS:

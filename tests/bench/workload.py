@@ -23,6 +23,8 @@ from ppojob_trainer.commands.kubernetes_yaml import parse
 
 NUM_PROMPTS = 256
 PROMPT_TOKENS = 130
+LEAST_PROMPT_TOKENS = 3
+"""The chat template's own two, and a letter."""
 RESPONSE_TOKENS = 512
 NUM_MINIBATCHES = 4
 VOCABULARY = 151_936
@@ -119,7 +121,12 @@ def compute_score(*, data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Size:
-    """How much work a step is. is_varied: responses end by chance, and `response_tokens` is the most that they have."""
+    """How much work a step is.
+
+    is_varied: responses end by chance, and `response_tokens` is the most that they have. contrast: factor of the output
+    layer's random weights (if it is the embedding, also of that). With 1, all tokens are about equally probable, so
+    log-probs that two programs compute for a response are close whatever they do.
+    """
 
     shape: str = "0.5B"
     num_prompts: int = NUM_PROMPTS
@@ -127,6 +134,7 @@ class Size:
     response_tokens: int = RESPONSE_TOKENS
     vocabulary: int = VOCABULARY
     is_varied: bool = False
+    contrast: float = 1.0
 
 
 def size_of(shape: str) -> Size:
@@ -154,7 +162,7 @@ def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = No
         raise RuntimeError(f"the model could not be made in {folder}")
     generator = random.Random(1)
     # With the chat template's own two the prompt has exactly `prompt_tokens`.
-    num_letters = size.prompt_tokens - 2
+    num_letters = size.prompt_tokens - LEAST_PROMPT_TOKENS + 1
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for index in range(size.num_prompts * num_steps):
             text = "".join(generator.choices(string.ascii_letters, k=num_letters))
@@ -215,6 +223,8 @@ def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= size.contrast
     model.save_pretrained(folder, max_shard_size="4GB")
     _let_others_read(folder)
 

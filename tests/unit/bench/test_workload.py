@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.training import Overlap
 from ppojob_api.v1alpha1.validation import parse_manifest
@@ -96,6 +97,18 @@ def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)) for row in rows
     }
     assert (len(rows), lengths, len(tokenizer)) == (16, {20}, 512)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_contrast_makes_some_tokens_more_probable(tmp_path: Path, shape: str) -> None:
+    def spread(contrast: float) -> float:
+        folder = tmp_path / f"{contrast}"
+        workload.prepare(folder, replace(TINY, shape=shape, contrast=contrast), num_steps=1)
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        with torch.no_grad():
+            return float(model(torch.arange(256)[None]).logits.std())
+
+    assert spread(5.0) == pytest.approx(5 * spread(1.0), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [TINY, workload.Size()])
