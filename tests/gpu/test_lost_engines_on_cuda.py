@@ -1,4 +1,4 @@
-"""An engine on a GPU is lost in the middle of a push: the attempt continues with the other one, whichever link it had.
+"""An engine on a GPU is lost, in the middle of a push or of a generation: the attempt continues with the other one.
 
 Whole runs: with the actor's weights over NCCL to two engines of another pool, and over CUDA IPC to an engine on the
 actor's GPU. The seconds from the loss to the end of the next step are printed: run it with -s or -rA.
@@ -16,6 +16,8 @@ import pytest
 from ppojob_trainer.main import groups as groups_module
 from tests.gpu.losses_in_pushes import LOST_STEP, LosesItsProcessInPush, LosesVllmInPush, Loss, PausingActor
 from tests.gpu.whole_runs import NUM_STEPS, PHASE_LIMIT_S, lossy_spec, seconds_to_next_step, write_inputs
+from tests.integration.trainer import lost_engines
+from tests.integration.trainer.lost_engines import LOST_POOL, LosesItsProcess, LosesVllm
 from tests.integration.trainer.runs import Run, finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -58,6 +60,35 @@ def test_an_engine_of_another_pool_gets_the_weights_when_the_one_on_the_actors_g
 
     assert_continued(tmp_path, caplog.text, "rollout_train rank 0")
     assert_read_back(tmp_path)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("replica", [LosesVllm, LosesItsProcess])
+def test_the_other_engine_generates_what_one_had_not_finished(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    replica: type[Any],
+) -> None:
+    placement = {"actor": "actor", "critic": "critic", "ref": ["critic"], "reward": ["critic"]}
+    # So few that each engine reports several parts of its responses, and the queue is longer than what both take.
+    rollout = {"enforceEager": True, "gpuMemoryUtilization": 0.2, "maxNumSeqs": 2}
+    pools = {"actor": 1, LOST_POOL: 1}
+    spec = lossy_spec(model, pools, {**placement, "rollout": ["actor", LOST_POOL]}, rollout=rollout)
+    monkeypatch.setattr(groups_module, "RolloutWorker", replica)
+    with caplog.at_level(logging.WARNING):
+        records = finish(tmp_path, spec).records
+
+    (marker,) = tmp_path.rglob("an-engine-is-lost")
+    lost = [step >= lost_engines.LOST_STEP for step in range(1, NUM_STEPS + 1)]
+    print(f"{seconds_to_next_step(tmp_path, marker.stat().st_mtime):.1f} s from the loss to the end of the step")
+    print(f"seconds of each generation: {[round(record['timing_s/gen'], 1) for record in records.values()]}")
+    assert f"rollout_{LOST_POOL} rank 0" in caplog.text
+    assert list(records) == list(range(1, NUM_STEPS + 1))
+    assert [record["rollout/lost_engines"] for record in records.values()] == lost
+    repeated = [record["rollout/repeated_samples"] > 0 for record in records.values()]
+    assert repeated == [step == lost_engines.LOST_STEP for step in range(1, NUM_STEPS + 1)]
 
 
 def run_with_a_loss(root: Path, spec: Mapping[str, Any], replica: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
