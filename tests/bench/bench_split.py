@@ -67,14 +67,18 @@ def main() -> None:
 
 
 def _size(arguments: argparse.Namespace) -> workload.Size:
-    size = replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied")
+    return replace(workload.size_of(arguments.shape), is_varied=arguments.lengths == "varied", **_changes(arguments))
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the given fields of `workload.Size`; none of them are those of workload W."""
     fields = {
         "num_prompts": arguments.prompts,
         "prompt_tokens": arguments.prompt_tokens,
         "response_tokens": arguments.response_tokens,
         "contrast": arguments.contrast,
     }
-    return replace(size, **{field: value for field, value in fields.items() if value is not None})
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,9 +134,9 @@ def _arguments() -> argparse.Namespace:
         parser.error(
             f"--prompts {arguments.prompts}: a step has {workload.NUM_MINIBATCHES} minibatches, so give a multiple"
         )
-    if arguments.prompt_tokens is not None and arguments.prompt_tokens < workload.LEAST_PROMPT_TOKENS:
-        parser.error(f"--prompt-tokens {arguments.prompt_tokens}: give at least {workload.LEAST_PROMPT_TOKENS}")
-    if arguments.verl is not None and replace(_size(arguments), is_varied=False) != workload.size_of(arguments.shape):
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens <= workload.TEMPLATE_TOKENS:
+        parser.error(f"--prompt-tokens {arguments.prompt_tokens}: give more than {workload.TEMPLATE_TOKENS}")
+    if arguments.verl is not None and _changes(arguments):
         parser.error(
             "--prompts, --prompt-tokens, --response-tokens, --contrast: verl is measured with workload W alone"
         )

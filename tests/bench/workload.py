@@ -23,8 +23,8 @@ from ppojob_trainer.commands.kubernetes_yaml import parse
 
 NUM_PROMPTS = 256
 PROMPT_TOKENS = 130
-LEAST_PROMPT_TOKENS = 3
-"""The chat template's own two, and a letter."""
+TEMPLATE_TOKENS = 2
+"""Of the chat template; each other token of a prompt is a letter."""
 RESPONSE_TOKENS = 512
 NUM_MINIBATCHES = 4
 VOCABULARY = 151_936
@@ -161,8 +161,7 @@ def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = No
     if maker.exitcode:
         raise RuntimeError(f"the model could not be made in {folder}")
     generator = random.Random(1)
-    # With the chat template's own two the prompt has exactly `prompt_tokens`.
-    num_letters = size.prompt_tokens - LEAST_PROMPT_TOKENS + 1
+    num_letters = size.prompt_tokens - TEMPLATE_TOKENS
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for index in range(size.num_prompts * num_steps):
             text = "".join(generator.choices(string.ascii_letters, k=num_letters))

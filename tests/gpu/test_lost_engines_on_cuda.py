@@ -15,7 +15,7 @@ import pytest
 
 from ppojob_trainer.main import groups as groups_module
 from tests.gpu.losses_in_pushes import LOST_STEP, LosesItsProcessInPush, LosesVllmInPush, Loss, PausingActor
-from tests.gpu.whole_runs import NUM_STEPS, PHASE_LIMIT_S, lossy_spec, seconds_to_next_step, write_inputs
+from tests.gpu.whole_runs import NUM_STEPS, PHASE_LIMIT_S, ROLLOUT, lossy_spec, seconds_to_next_step, write_inputs
 from tests.integration.trainer import lost_engines
 from tests.integration.trainer.lost_engines import LOST_POOL, LosesItsProcess, LosesVllm
 from tests.integration.trainer.runs import Run, finish
@@ -73,7 +73,7 @@ def test_the_other_engine_generates_what_one_had_not_finished(
 ) -> None:
     placement = {"actor": "actor", "critic": "critic", "ref": ["critic"], "reward": ["critic"]}
     # So few that each engine reports several parts of its responses, and the queue is longer than what both take.
-    rollout = {"enforceEager": True, "gpuMemoryUtilization": 0.2, "maxNumSeqs": 2}
+    rollout = {**ROLLOUT, "maxNumSeqs": 2}
     pools = {"actor": 1, LOST_POOL: 1}
     spec = lossy_spec(model, pools, {**placement, "rollout": ["actor", LOST_POOL]}, rollout=rollout)
     monkeypatch.setattr(groups_module, "RolloutWorker", replica)

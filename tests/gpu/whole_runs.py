@@ -25,6 +25,7 @@ SHAPE = {
     "initializer_range": INITIALIZER_RANGE / 3,
 }
 """The logits have about the standard deviation of those of the tiny model."""
+ROLLOUT = {"enforceEager": True, "gpuMemoryUtilization": 0.2, "maxNumSeqs": 64}
 _NUM_PROMPTS = 32
 
 
@@ -58,7 +59,7 @@ def lossy_spec(model: Path, pools: dict[str, int], placement: dict[str, Any], **
             "maxResponseLength": 16,
         },
         "reward": reward_of_letters(0.1),
-        "rollout": {"enforceEager": True, "gpuMemoryUtilization": 0.2, "maxNumSeqs": 64},
+        "rollout": ROLLOUT,
         "actor": {"learningRate": 1e-5, "miniBatchSize": 4},
         "critic": {"learningRate": 1e-5, "miniBatchSize": 4},
         "trainer": {"totalSteps": NUM_STEPS, "phaseTimeoutSeconds": PHASE_LIMIT_S},

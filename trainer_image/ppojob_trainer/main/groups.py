@@ -327,21 +327,21 @@ async def _check(groups: Groups, phases: Phases) -> int:
     if groups.critic is not None:
         checks["critic"] = groups.critic.group.call(CriticWorker.check)
     checks |= {role: ref.group.call(RefWorker.check) for role, ref in groups.own_refs.items()}
-    running = (phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items())
-    steps_per_epoch, *_ = await asyncio.gather(_check_data_and_reward(groups, phases), *running)
-    return int(steps_per_epoch)
+    data = asyncio.create_task(_check_data_and_reward(groups, phases))
+    await asyncio.gather(data, *(phases.run(Phase.CHECK, role, 0, check) for role, check in checks.items()))
+    return data.result()
 
 
 async def _check_data_and_reward(groups: Groups, phases: Phases) -> int:
     """Open the data, then load the reward function, which checks the data sources; return the steps of an epoch."""
-    opening: dict[str, Any] = {"data": groups.data.group.call(DataWorker.load)}
-    reward = groups.reward.function
-    if reward is not None:
-        opening["reward"] = reward.group.call(RewardWorker.load_tokenizer)
-    loaded, *_ = await asyncio.gather(*(phases.run(Phase.CHECK, role, 0, call) for role, call in opening.items()))
-    if reward is not None:
-        await phases.run(Phase.CHECK, "reward", 0, reward.group.call(RewardWorker.load, loaded.sources))
-    return int(loaded.steps_per_epoch)
+    data = phases.run(Phase.CHECK, "data", 0, groups.data.group.call(DataWorker.load))
+    if groups.reward.function is None:
+        return (await data).steps_per_epoch
+    reward = groups.reward.function.group
+    tokenizer = phases.run(Phase.CHECK, "reward", 0, reward.call(RewardWorker.load_tokenizer))
+    loaded, _ = await asyncio.gather(data, tokenizer)
+    await phases.run(Phase.CHECK, "reward", 0, reward.call(RewardWorker.load, loaded.sources))
+    return loaded.steps_per_epoch
 
 
 async def _sizes(groups: Groups, spec: PPOJobSpec, phases: Phases) -> dict[str, ModelSize]:
