@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     # Its routers have biases that are not sent again, and shared experts have adapters, too.
     "deepseek_v3, experts": ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"]),
 }
-LONG = ("qwen3_moe", "mixtral, experts", "deepseek_v3, experts")
+LONG = ("llama", "qwen3_moe", "mixtral, experts", "deepseek_v3, experts")
 
 
 @pytest.fixture(

@@ -166,7 +166,7 @@ def test_weights_arrive_while_responses_are_generated_and_a_killed_run_loses_non
             "train": {"reasoningGym": {**TASK, "size": 64, "seed": 1}},
             "trainBatchSize": 8,
             "maxPromptLength": 256,
-            "maxResponseLength": 192,
+            "maxResponseLength": 96,
         },
         # Few sequences at a time: generation takes longer than training, so that pushes meet it.
         rollout={"samplesPerPrompt": 4, "maxNumSeqs": 4},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppojob_api.v1alpha1.training import Overlap
 from ppojob_api.v1alpha1.validation import parse_manifest
@@ -86,29 +86,32 @@ def test_one_gpu_cannot_be_split() -> None:
     assert list(layouts(1)) == ["colocated"]
 
 
-def test_prompts_have_exactly_the_tokens_of_the_workload(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what a run of two steps needs."""
+    folder = tmp_path_factory.mktemp("tiny")
+    workload.prepare(folder, TINY, num_steps=2)
+    return folder
 
-    workload.prepare(tmp_path, TINY, num_steps=2)
 
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+def test_prompts_have_exactly_the_tokens_of_the_workload(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    rows = [json.loads(line) for line in (tiny / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     lengths = {
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)) for row in rows
     }
     assert (len(rows), lengths, len(tokenizer)) == (16, {20}, 512)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
-def test_contrast_makes_some_tokens_more_probable(tmp_path: Path, shape: str) -> None:
-    def spread(contrast: float) -> float:
-        folder = tmp_path / f"{contrast}"
-        workload.prepare(folder, replace(TINY, shape=shape, contrast=contrast), num_steps=1)
+def test_contrast_makes_some_tokens_more_probable(tiny: Path, tmp_path: Path) -> None:
+    def spread(folder: Path) -> float:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         with torch.no_grad():
             return float(model(torch.arange(256)[None]).logits.std())
 
-    assert spread(5.0) == pytest.approx(5 * spread(1.0), rel=0.02)
+    workload.prepare(tmp_path, replace(TINY, contrast=5.0), num_steps=1)
+
+    assert spread(tmp_path) == pytest.approx(5 * spread(tiny), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [TINY, workload.Size()])
@@ -122,12 +125,8 @@ def test_varied_responses_end_by_chance(size: workload.Size) -> None:
     assert ending / size.vocabulary == pytest.approx(1 / (0.4 * size.response_tokens), rel=0.15)
 
 
-def test_a_filler_is_written_with_the_name_that_ends_a_response(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    workload.prepare(tmp_path, TINY, num_steps=1)
-
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+def test_a_filler_is_written_with_the_name_that_ends_a_response(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     assert tokenizer.decode([70, 256 + 101, 71]).count("<filler 101>") == 1
     assert any(stop in "<filler 101>" for stop in workload.stops(TINY))
 

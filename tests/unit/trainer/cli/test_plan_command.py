@@ -10,6 +10,12 @@ from typer.testing import CliRunner, Result
 
 from ppojob_trainer.cli import app
 from tests.unit.trainer.planning.jobs import raw_job, write_config
+from tests.unit.trainer.planning.measured import let_commands_share
+
+
+@pytest.fixture(autouse=True)
+def _share(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_commands_share(monkeypatch)
 
 
 def plan(folder: Path, *options: str, **sections: Any) -> Result:

@@ -9,7 +9,14 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 T = TypeVar("T")
-_TURNS = 50
+
+
+async def _until_all_wait() -> None:
+    """Let the other tasks run until nothing in the loop is ready."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    while ready:
+        await asyncio.sleep(0)
 
 
 class VirtualTime:
@@ -29,8 +36,7 @@ class VirtualTime:
         """Move the time until `work` is done."""
         task = asyncio.ensure_future(work)
         while not task.done():
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
+            await _until_all_wait()
             self._advance()
         return await task
 
@@ -38,8 +44,7 @@ class VirtualTime:
         """Move the time until `end`, then cancel `work`."""
         task = asyncio.ensure_future(work)
         while not task.done() and self._next(end) <= end:
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
+            await _until_all_wait()
             if self._next(end) <= end:
                 self._advance()
         task.cancel()

@@ -12,9 +12,10 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from ppojob_trainer.engines.train.dims import ParallelDims
+from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_compiler import compile_on_fake_tensors
 from ppojob_trainer.planning.fake_device import LiveBytes
-from ppojob_trainer.planning.role_memory import measure
+from tests.unit.trainer.planning.measured import measure
 from tests.unit.trainer.planning.test_role_memory import ALONE, SHARDED, work
 
 ROWS, WIDTH = 512, 256
@@ -102,7 +103,7 @@ def test_recomputed_layers_are_compiled_too(tmp_path: Path) -> None:
     counters.clear()
     planned = work(tmp_path, gradient_checkpointing=True)
 
-    found = measure(replace(planned, options=replace(planned.options, compile=True)))
+    found = role_memory.measure(replace(planned, options=replace(planned.options, compile=True)))
 
     assert counters["stats"]["unique_graphs"] == 2  # of the pass without a backward pass, and of the update
     assert not counters["graph_break"]

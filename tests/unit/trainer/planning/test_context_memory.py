@@ -13,13 +13,13 @@ from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.planning import role_memory
-from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.roles import passes_of, planned_roles, work_of
 from ppojob_trainer.planning.work import Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
 from tests.unit.trainer.planning.jobs import CONFIG, HIDDEN, LAYERS, job, write_config
+from tests.unit.trainer.planning.measured import measure
 
 TWO = ParallelDims(context=2)
 TOKENS = SEQUENCES * (PROMPT + RESPONSE)
@@ -81,7 +81,7 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
     )
     with monkeypatch.context() as patched:
         patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
-        planned = measure(planned_work)
+        planned = role_memory.measure(planned_work)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)
 

@@ -16,12 +16,12 @@ from ppojob_trainer.engines.train.fsdp import expert_blocks
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.weights.buckets import BUCKET_BYTES
 from ppojob_trainer.planning import fake_device, role_memory
-from ppojob_trainer.planning.role_memory import measure, measure_stage
 from ppojob_trainer.planning.work import Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
 from tests.unit.trainer.planning.jobs import HIDDEN, write_experts
+from tests.unit.trainer.planning.measured import measure, measured_stages
 
 EXPERTS, PER_TOKEN, LAYERS = 4, 3, 2
 ONE_EXPERT = 3 * HIDDEN * 192
@@ -49,7 +49,7 @@ def test_real_ranks_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
     planned_work = work(tmp_path, dims, EXPERTS, MICRO_BATCHES)
     with monkeypatch.context() as patched:
         patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
-        stages = [measure_stage(planned_work, stage) for stage in range(dims.pipeline)]
+        stages = [role_memory.measure_stage(planned_work, stage) for stage in range(dims.pipeline)]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)
 
@@ -116,7 +116,7 @@ def test_divided_experts_are_sharded_over_all_ranks(tmp_path: Path) -> None:
 
 def test_stages_of_experts_together_have_the_model_and_its_exchange(tmp_path: Path) -> None:
     whole = measure(work(tmp_path, TWO))
-    stages = [measure_stage(work(tmp_path, IN_STAGES), stage) for stage in (0, 1)]
+    stages = measured_stages(work(tmp_path, IN_STAGES))
     for number in ("num_parameters", "layer_parameters", "expert_layers"):
         assert {getattr(stage, number) for stage in stages} == {getattr(whole, number)}, number
     for number in ("weights", "gradients", "optimizer"):
@@ -144,7 +144,7 @@ def test_a_push_gathers_a_layer_or_experts_in_blocks(tmp_path: Path, monkeypatch
     # As in a layer that is too large to be gathered at once.
     monkeypatch.setattr(expert_blocks, "LARGE_BYTES", 0)
     monkeypatch.setattr(expert_blocks, "BLOCK_BYTES", 0)
-    blocks = measure(planned)
+    blocks = role_memory.measure(planned)
 
     assert whole - blocks.weights > layer
     assert 0 < blocks.push - blocks.weights - BUCKET_BYTES < whole - blocks.weights - BUCKET_BYTES - layer / 2
@@ -156,7 +156,7 @@ def test_a_compiled_mixture_is_planned_without_a_warning(tmp_path: Path) -> None
     compiled = work(tmp_path, ParallelDims(shard=2), compile=True)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        measure(compiled)
+        role_memory.measure(compiled)
     assert [str(one.message) for one in seen if "Dynamo" in str(one.message)] == []
 
 
@@ -167,7 +167,7 @@ def test_layers_with_divided_experts_are_compiled_up_to_the_experts(tmp_path: Pa
     plain = measure(work(tmp_path, dims))
     counters.clear()
 
-    found = measure(work(tmp_path, dims, compile=True))
+    found = role_memory.measure(work(tmp_path, dims, compile=True))
 
     assert counters["stats"]["unique_graphs"] == 2  # of the pass without a backward pass, and of the update
     assert not counters["graph_break"]

@@ -14,11 +14,11 @@ from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.network import from_other_hosts
 from ppojob_trainer.planning.report import as_json, as_text
-from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.jobs import job, write_config
+from tests.unit.trainer.planning.measured import measure
 from tests.unit.trainer.planning.stubs import H200, OF_ROLE, plan, stub
 from tests.unit.trainer.planning.test_role_memory import work as role_work
 

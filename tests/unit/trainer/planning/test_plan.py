@@ -16,11 +16,11 @@ from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
-from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
 from ppojob_trainer.planning.traffic import links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, job, write_config, write_experts
+from tests.unit.trainer.planning.measured import measure
 from tests.unit.trainer.planning.stubs import H200, MB, plan, stub
 
 

@@ -23,10 +23,10 @@ from ppojob_trainer.engines.train.mesh import init_process_group
 from ppojob_trainer.engines.train.objectives import PolicyObjective
 from ppojob_trainer.planning import role_memory
 from ppojob_trainer.planning.fake_device import LiveBytes
-from ppojob_trainer.planning.role_memory import measure
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.batches import PROMPT, RESPONSE, SEQUENCES, real_batch
 from tests.unit.trainer.planning.jobs import LAYERS, write_config, write_experts
+from tests.unit.trainer.planning.measured import measure
 
 ALONE = ParallelDims()
 SHARDED = ParallelDims(shard=2)
@@ -53,7 +53,7 @@ def test_a_real_update_has_the_planned_peak(
     planned_work = work(tmp_path, gradient_checkpointing=checkpointing)
     with monkeypatch.context() as patched:
         patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
-        planned = measure(planned_work)
+        planned = role_memory.measure(planned_work)
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)

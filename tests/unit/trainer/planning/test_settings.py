@@ -27,6 +27,7 @@ from ppojob_trainer.planning.report import as_json, as_text
 from ppojob_trainer.planning.settings import ChangedPlan, plan_other_settings
 from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import raw_job, write_config
+from tests.unit.trainer.planning.measured import let_commands_share
 from tests.unit.trainer.planning.stubs import H200, MB, stub
 
 ACTOR, CRITIC = "model.actor.gradientCheckpointing", "model.critic.gradientCheckpointing"
@@ -314,7 +315,8 @@ def printed(job: Plan, found: Sequence[ChangedPlan]) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_the_command_plans_a_real_model(tmp_path: Path) -> None:
+def test_the_command_plans_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_commands_share(monkeypatch)
     small = {"miniBatchSize": 32, "maxTokensPerGPU": 1024}
     data = LARGE | {"trainBatchSize": 32}
     command = ["plan", str(write_job(tmp_path, data=data, actor=small, critic=small)), "--settings"]

@@ -15,12 +15,13 @@ from ppojob_trainer.engines.train.batch import MicroBatchPlan
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.planning import role_memory
-from ppojob_trainer.planning.role_memory import measure, measure_stage
+from ppojob_trainer.planning.role_memory import measure_stage
 from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.planning import stage_ranks
 from tests.unit.trainer.planning.batches import MICRO_BATCHES, PROMPT, RESPONSE, SEQUENCES
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, write_config
+from tests.unit.trainer.planning.measured import measure, measured_stages
 
 TWO, THREE = ParallelDims(pipeline=2), ParallelDims(pipeline=3)
 INTERLEAVED = ParallelDims(pipeline=2, virtual=2)
@@ -43,7 +44,7 @@ def work(
     return Work(kind, config, load, dims, SEQUENCES, passes, PROMPT, RESPONSE, training, SEQUENCES, passes)
 
 
-def stages_of(found: Work) -> list[Measured]:
+def stages_anew(found: Work) -> list[Measured]:
     return [measure_stage(found, stage) for stage in range(found.dims.pipeline)]
 
 
@@ -53,7 +54,7 @@ def test_real_stages_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mo
     planned_work = work(tmp_path, passes=MICRO_BATCHES, gradient_checkpointing=True)
     with monkeypatch.context() as patched:
         patched.setattr(role_memory, "as_on_cuda", lambda _: nullcontext())
-        planned = stages_of(planned_work)
+        planned = stages_anew(planned_work)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(planned_work.config).to(torch.bfloat16).save_pretrained(tmp_path)
 
@@ -71,7 +72,7 @@ def test_all_stages_together_have_the_model(tmp_path: Path, kind: str, copied: i
     """Its tied embedding is on both ends of a policy; a critic has no output layer."""
     whole = measure(work(tmp_path, ParallelDims(), kind))
     for dims in (TWO, THREE):
-        stages = stages_of(work(tmp_path, dims, kind))
+        stages = measured_stages(work(tmp_path, dims, kind))
         assert {stage.num_parameters for stage in stages} == {whole.num_parameters}
         assert {stage.layer_parameters for stage in stages} == {whole.layer_parameters}
         for number in ("weights", "gradients", "optimizer"):
@@ -83,7 +84,7 @@ def test_all_stages_together_have_the_model(tmp_path: Path, kind: str, copied: i
 def test_the_plan_of_a_role_is_the_most_of_its_stages(tmp_path: Path) -> None:
     """Half of the layers and the embedding; FSDP divides each stage further."""
     found = work(tmp_path)
-    role, stages = measure(found), stages_of(found)
+    role, stages = measure(found), measured_stages(found)
     assert role.weights == max(stage.weights for stage in stages)
     assert role.peak == max(stage.peak for stage in stages)
     whole = measure(work(tmp_path, ParallelDims()))
@@ -107,22 +108,23 @@ def test_more_micro_batches_add_their_messages(
 ) -> None:
     """A plan runs few of them, stages + 1 or two rounds, and adds the others' messages: the same as if it ran all."""
 
-    def numbers(number: int) -> list[tuple[int, int]]:
-        return [(stage.forward, stage.update) for stage in stages_of(work(tmp_path, dims, passes=number, layers=4))]
-
-    few, many = map(numbers, passes)
+    few, many = (
+        [(stage.forward, stage.update) for stage in measured_stages(work(tmp_path, dims, passes=number, layers=4))]
+        for number in passes
+    )
     for (first, then), messages in zip(zip(few, many, strict=True), of_each, strict=True):
         assert then[0] - first[0] == then[1] - first[1] == (passes[1] - passes[0]) * messages * MESSAGE
     with monkeypatch.context() as patched:
         whole = MicroBatchPlan(passes[1], SEQUENCES * (PROMPT + RESPONSE), SEQUENCES * (PROMPT + RESPONSE))
         patched.setattr(role_memory._Schedule, "_plan", lambda *_: whole)
-        for planned, run in zip(many, numbers(passes[1]), strict=True):
-            assert planned == pytest.approx(run, rel=0.002)
+        all_run = stages_anew(work(tmp_path, dims, passes=passes[1], layers=4))
+    for planned, run in zip(many, all_run, strict=True):
+        assert planned == pytest.approx((run.forward, run.update), rel=0.002)
 
 
 def test_interleaved_stages_hold_more_micro_batches(tmp_path: Path) -> None:
     """Of two ranks with two stages, the first holds five passes through a stage, of half as many layers as two."""
-    plain, interleaved = (stages_of(work(tmp_path, dims, layers=4)) for dims in (TWO, INTERLEAVED))
+    plain, interleaved = (measured_stages(work(tmp_path, dims, layers=4)) for dims in (TWO, INTERLEAVED))
     weights = [(one.weights, one.optimizer) for one in plain]
     assert [(one.weights, one.optimizer) for one in interleaved] == weights
     assert interleaved[0].activations > 1.1 * plain[0].activations
@@ -130,7 +132,7 @@ def test_interleaved_stages_hold_more_micro_batches(tmp_path: Path) -> None:
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(tmp_path: Path) -> None:
     """1F1B: up to three of them add their activations, and a fourth its message, beside the gradients of the first."""
-    found = [stages_of(work(tmp_path, THREE, passes=number)) for number in (1, 2, 3, 4)]
+    found = [measured_stages(work(tmp_path, THREE, passes=number)) for number in (1, 2, 3, 4)]
     one, two, three, four = (first.update for first, _, _ in found)
     assert two - one > 10 * MESSAGE
     assert three - two == pytest.approx(two - one, rel=0.001)
@@ -140,7 +142,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(tmp_pat
 
 def test_traffic_between_stages_by_hand(tmp_path: Path) -> None:
     """Each micro-batch's hidden states, and in an update their gradients back; ends of a tied embedding exchange it."""
-    stages = stages_of(work(tmp_path, THREE))
+    stages = measured_stages(work(tmp_path, THREE))
     assert [stage.traffic.received["pipeline"] for stage in stages] == [0, MESSAGE, MESSAGE]
     assert [stage.update_traffic.received["pipeline"] for stage in stages] == [MESSAGE, 2 * MESSAGE, MESSAGE]
     gradient = 4 * VOCABULARY * HIDDEN

@@ -7,6 +7,7 @@ replaces the rollout's mask, so advantages and losses leave these responses out.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,10 +32,13 @@ from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.partition import spread
 from ppojob_trainer.worker_groups.roles.data import load_tokenizer
-from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
+
+if TYPE_CHECKING:
+    # With it come FSDP and torch's compiler, a quarter of the start of a reward worker.
+    from ppojob_trainer.worker_groups.roles.reward_model import ModelScores
 
 __all__ = ["FunctionScores", "RewardGroup", "RewardWorker"]
 
