@@ -37,9 +37,9 @@ def main() -> None:
     data = output / f"workload-{arguments.shape}-{arguments.repeats or 0:g}"
     data.mkdir(parents=True, exist_ok=True)
     workload.prepare(data, size, 4)
-    temperature = 1.0 if arguments.repeats is None else workload.let_repeat(data, arguments.repeats)
+    if arguments.repeats is not None:
+        workload.let_repeat(data, arguments.repeats)
     job = workload.job(data, size, layout("colocated-1", 1), 4, arguments.device)
-    job["spec"]["rollout"]["temperature"] = round(temperature, 4)
     file = output / "job.yaml"
     file.write_text(yaml.safe_dump(job), encoding="utf-8")
     work = Work(arguments.prompts, arguments.batches, arguments.lengths == "varied", arguments.profile)

@@ -245,10 +245,11 @@ def prepare_reward_model(folder: Path, size: Size) -> None:
     (target / "finished").touch()
 
 
-def let_repeat(folder: Path, share: float) -> float:
-    """Let the model of a workload depend on the last token alone; return the temperature that repeats it so often.
+def let_repeat(folder: Path, share: float) -> None:
+    """Let the model of a workload sample its last token again with this probability.
 
-    The layers still compute, but add nothing, so the last token's own logit is by far the largest.
+    The layers still compute, but add nothing, so the last token's own logit is by far the largest. The size of the
+    embeddings, which are those of the output too, decides how often it is sampled.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -256,8 +257,6 @@ def let_repeat(folder: Path, share: float) -> float:
     file = folder / "model" / "model.safetensors"
     added = ("o_proj.weight", "down_proj.weight")
     weights = {name: value * (0 if name.endswith(added) else 1) for name, value in load_file(file).items()}
-    save_file(weights, file, {"format": "pt"})
-    _let_others_read(folder / "model")
     embeddings = weights["model.embed_tokens.weight"].float()
     some = torch.arange(0, len(embeddings), max(1, len(embeddings) // 64))
     logits = (embeddings[some] / embeddings[some].square().mean(1, keepdim=True).sqrt()) @ embeddings.T
@@ -267,7 +266,9 @@ def let_repeat(folder: Path, share: float) -> float:
         middle = (low + high) / 2
         repeated = float((own / middle - (logits / middle).logsumexp(1)).exp().mean())
         low, high = (middle, high) if repeated > share else (low, middle)
-    return low
+    weights["model.embed_tokens.weight"] /= low
+    save_file(weights, file, {"format": "pt"})
+    _let_others_read(folder / "model")
 
 
 def stops(size: Size) -> list[str]:

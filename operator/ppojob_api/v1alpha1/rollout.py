@@ -10,6 +10,10 @@ from ppojob_api.v1alpha1.quantities import RawObject, ShortText
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
+"""vLLM 0.32 refuses more than the second, and takes the first for anything between 0 and it."""
+
+
 class Quantization(StrEnum):
     """In which format an engine stores and multiplies the weights of its linear layers."""
 
@@ -19,7 +23,7 @@ class Quantization(StrEnum):
 class ValidationSampling(ApiModel):
     """Sampling for validation."""
 
-    temperature: float = Field(default=0.0, ge=0, le=100)
+    temperature: float = Field(default=0.0, ge=0, le=MAX_TEMPERATURE)
     """0: take the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability."""
@@ -32,7 +36,7 @@ class RolloutSpec(ApiModel):
 
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
-    temperature: float = Field(default=1.0, gt=0, le=100)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Sampling temperature; log-probs use the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability."""

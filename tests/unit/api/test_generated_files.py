@@ -38,7 +38,7 @@ def test_the_reference_has_a_row_for_fields_at_every_depth() -> None:
         "| `spec.image` | string | required | Trainer image of all Ray pods: a name with a tag or a digest. |" in text
     )
     assert "| `spec.pools[].gpusPerNode` | integer ≥ 1 ≤ 64 | required |" in text
-    assert "| `spec.rollout.temperature` | number > 0 ≤ 100 | `1.0` |" in text
+    assert "| `spec.rollout.temperature` | number ≥ 0.01 ≤ 2 | `1.0` |" in text
     assert "| `spec.device` | `CUDA`, `CPU` | `CUDA` |" in text
     assert "| `spec.pools[].resourcesPerGPU.memory` | quantity ≥ 0 | `64Gi` |" in text
     assert "`status.progress.firstValidationReward`" in text

@@ -113,9 +113,9 @@ def test_the_api_servers_defaults_are_pythons() -> None:
 
 
 def test_open_bounds_are_written_as_kubernetes_does() -> None:
-    temperature = SCHEMAS["spec"]["properties"]["rollout"]["properties"]["temperature"]
+    top_p = SCHEMAS["spec"]["properties"]["rollout"]["properties"]["topP"]
 
-    assert (temperature["minimum"], temperature["exclusiveMinimum"]) == (0, True)
+    assert (top_p["minimum"], top_p["exclusiveMinimum"]) == (0, True)
 
 
 def test_rules_on_a_section_are_in_its_schema() -> None:

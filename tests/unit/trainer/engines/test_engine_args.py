@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
+from ppojob_api.v1alpha1.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
 from ppojob_trainer.engines.errors import EngineArgumentError
@@ -63,3 +64,14 @@ def test_every_reserved_argument_is_one_of_vllms() -> None:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
     assert sorted(RESERVED_ENGINE_ARGS.keys() - known) == []
+
+
+def test_temperatures_of_a_job_are_those_that_vllm_takes_as_they_are() -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    taken = [SamplingParams(temperature=one).temperature for one in (MIN_TEMPERATURE, MAX_TEMPERATURE)]
+    assert taken == [MIN_TEMPERATURE, MAX_TEMPERATURE]
+    assert SamplingParams(temperature=0.9 * MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
+    with pytest.raises(VLLMValidationError, match="temperature must be"):
+        SamplingParams(temperature=1.1 * MAX_TEMPERATURE)
