@@ -1,12 +1,13 @@
 """Recommends pool sizes from the measured phases: sentences for people, and layouts for programs.
 
-It answers five questions, each only if the gain is large enough:
+It answers six questions, each only if the gain is large enough:
 
 * Which pool could do with fewer GPUs?
 * Which pool would gain from more GPUs?
 * Would some GPUs be more useful in another pool?
 * Which pool should be shared with the rollout?
 * Which pool should have a copy of the reference, or of the reward model?
+* In one pool: should the reward function score responses while others are generated?
 
 The times come from `prediction`; `cost_model` says what they leave out. With fewer GPUs each one stores more of a
 model, and a pool that is shared with the rollout also stores an engine. If memory was measured, layouts that might not
@@ -25,6 +26,7 @@ from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
 from ppojob_trainer.controller.cost_model import fit
 from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus
@@ -108,6 +110,7 @@ def recommend(steps: Sequence[Mapping[str, float]], spec: PPOJobSpec, layout: La
     for other, words in others:
         changes = {name: predict(costs, layout_of(changed)).seconds / now - 1 for name, changed in other}
         sentences += _say_placed(changes, words)
+    sentences += _say_streamed(spec, last, now)
     text = f"{'; '.join(sentences)} (predicted)" if sentences else ""
     return Recommendation(text, tuple(option.advice() for option in said.values()))
 
@@ -179,6 +182,35 @@ def _say_placed(changes: Mapping[str, float], words: str) -> Iterator[str]:
     best = min(changes, key=lambda name: changes[name], default=None)
     if best is not None and changes[best] <= -MIN_GAIN:
         yield f"{words.format(best)} would save {-changes[best]:.0%} step time"
+
+
+_BETWEEN_POOLS: Final = {Overlap.NEXT_GENERATION, Overlap.STREAMING}
+_FORWARD: Final = ("timing_s/old_log_prob", "timing_s/values", "timing_s/ref")
+
+
+def _say_streamed(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]], step: float) -> Iterator[str]:
+    """Yield the sentence about a reward function that could score responses while others are generated.
+
+    In one pool, `Auto` leaves that out, because it makes a step with a fast function slower (docs/measured.md).
+    """
+    is_left_out = (
+        spec.schedule.mode is ScheduleMode.OVERLAPPED and set(spec.schedule.disabled_overlaps) >= _BETWEEN_POOLS
+    )
+    saved = statistics.median(map(_saved_by_streaming, steps)) / step
+    if is_left_out and spec.reward.uses_function and saved >= MIN_GAIN:
+        yield (
+            "scoring responses while others are generated (schedule: {mode: Overlapped, disabledOverlaps: "
+            f"[NextGeneration]}}) would save {saved:.0%} step time"
+        )
+
+
+def _saved_by_streaming(metrics: Mapping[str, float]) -> float:
+    """Return the seconds of the reward that would pass while responses are generated, and do not pass with log-probs.
+
+    On average, a response is ready before the longest one by the difference of their lengths.
+    """
+    left = metrics.get("timing_s/reward", 0.0) - sum(metrics.get(phase, 0.0) for phase in _FORWARD)
+    return min((1 - evenness(metrics)) * metrics.get("timing_s/gen", 0.0), left)
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:

@@ -104,6 +104,41 @@ def test_one_pool_is_recommended_only_more_gpus() -> None:
     assert recommendation.text == "1 GPU more in pool actor would save 20% step time (predicted)"
 
 
+VARIED = {"response_length/mean": 100.0, "response_length/max": 400.0}
+
+
+def test_in_one_pool_a_slow_reward_function_is_recommended_to_score_while_others_are_generated() -> None:
+    spec = spec_of({"actor": (1, 2)}, ONE_POOL)
+
+    # A response is finished 3 s before the longest one. The log-probs leave 1.5 s of the reward, of a step of 11.3 s.
+    recommendation = found(spec, steps_of(QUIET_CRITIC | {"reward": 3.4}, **VARIED))
+    assert recommendation.text.endswith(
+        "; scoring responses while others are generated (schedule: {mode: Overlapped, disabledOverlaps: "
+        "[NextGeneration]}) would save 13% step time (predicted)"
+    )
+
+    # All three seconds, of a step of 17.8 s.
+    slower = found(spec, steps_of(QUIET_CRITIC | {"reward": 9.9}, **VARIED))
+    assert "would save 17% step time (predicted)" in slower.text
+
+
+@pytest.mark.parametrize(
+    ("reward", "lengths", "sections"),
+    [
+        (0.5, VARIED, {}),
+        (3.9, {}, {}),
+        (3.9, VARIED, {"schedule": {"mode": "Overlapped", "disabledOverlaps": ["NextGeneration"]}}),
+        (3.9, VARIED, {"schedule": {"mode": "Serial"}}),
+        (3.9, VARIED, {"reward": {"type": "Model"}, "model": {"actor": {"path": "/m"}, "reward": {"path": "/r"}}}),
+    ],
+    ids=["fast function", "equal lengths", "done already", "Serial", "a model"],
+)
+def test_other_rewards_are_not(reward: float, lengths: dict[str, float], sections: dict[str, Any]) -> None:
+    spec = spec_of({"actor": (1, 2)}, ONE_POOL, **sections)
+
+    assert "scoring responses" not in found(spec, steps_of(QUIET_CRITIC | {"reward": reward}, **lengths)).text
+
+
 def test_on_cpu_pools_change_by_nodes_because_the_workers_of_one_share_its_cores() -> None:
     spec = spec_of({"actor": (1, 2), "critic": (2, 1)}, device="CPU")
 
