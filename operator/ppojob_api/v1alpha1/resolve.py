@@ -24,8 +24,10 @@ from ppojob_api.v1alpha1.versions import unsupported_pair
 _OF_THE_OPERATOR = ("runPolicy", "serviceAccountName", "templateRef")
 _OF_THE_OPERATOR_IN_POOLS = ("resourceClaims",)
 _GPU_RESOURCE = {Device.CUDA: "nvidia.com/gpu", Device.CPU: ""}
-_ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})
-"""Overlaps that gain nothing in a single pool: it computes one phase at a time, and streaming slows generation down."""
+ONLY_BETWEEN_POOLS = frozenset({Overlap.NEXT_GENERATION, Overlap.STREAMING})
+"""Overlaps that Auto leaves out in a single pool: it computes one phase at a time, and streaming slows generation down.
+
+With a slow reward function, streaming gains more than it costs; the trainer's recommendation says so."""
 
 
 _UNKNOWN = "extra_forbidden"
@@ -222,7 +224,7 @@ def _schedule(spec: PPOJobSpec, placed: Placement) -> ScheduleSpec:
         return spec.schedule
     disabled = set(spec.schedule.disabled_overlaps)
     if len(_computing_pools(spec, placed)) == 1:
-        disabled |= _ONLY_BETWEEN_POOLS
+        disabled |= ONLY_BETWEEN_POOLS
         if spec.algorithm.dynamic_sampling is not None:
             # It streams to the reward alone, and the engines need not wait for the scores.
             disabled -= {Overlap.STREAMING} - set(spec.schedule.disabled_overlaps)

@@ -5,10 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppojob_api.v1alpha1.base import ApiModel
+from ppojob_api.v1alpha1.base import ApiModel, Rule, rules
 from ppojob_api.v1alpha1.quantities import RawObject, ShortText
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
-
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
 """vLLM 0.32 refuses more than the second, and takes the first for anything between 0 and it."""
@@ -36,7 +35,15 @@ class RolloutSpec(ApiModel):
 
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Responses for each prompt."""
-    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    temperature: float = Field(
+        default=1.0,
+        ge=MIN_TEMPERATURE,
+        le=MAX_TEMPERATURE,
+        # The API server cuts off the fraction of a bound before it compares an integer, and so would take 0.
+        json_schema_extra=rules(
+            Rule(rule=f"self >= {MIN_TEMPERATURE}", message=f"must be greater than or equal to {MIN_TEMPERATURE}")
+        ),
+    )
     """Sampling temperature; log-probs use the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability."""

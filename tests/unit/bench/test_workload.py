@@ -103,15 +103,17 @@ def test_prompts_have_exactly_the_tokens_of_the_workload(tiny: Path) -> None:
     assert (len(rows), lengths, len(tokenizer)) == (16, {20}, 512)
 
 
-def test_contrast_makes_some_tokens_more_probable(tiny: Path, tmp_path: Path) -> None:
-    def spread(folder: Path) -> float:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_contrast_makes_some_tokens_more_probable(tiny: Path, tmp_path: Path, shape: str) -> None:
+    def spread(folder: Path, contrast: float) -> float:
+        workload.prepare(folder, replace(TINY, shape=shape, contrast=contrast), num_steps=1)
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         with torch.no_grad():
             return float(model(torch.arange(256)[None]).logits.std())
 
-    workload.prepare(tmp_path, replace(TINY, contrast=5.0), num_steps=1)
-
-    assert spread(tmp_path) == pytest.approx(5 * spread(tiny), rel=0.02)
+    # `prepare` leaves a folder that is finished as it is.
+    plain = tiny if shape == TINY.shape else tmp_path / "plain"
+    assert spread(tmp_path / "contrast", 5.0) == pytest.approx(5 * spread(plain, 1.0), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [TINY, workload.Size()])

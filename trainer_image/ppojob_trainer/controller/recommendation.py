@@ -23,12 +23,14 @@ from typing import Final
 
 from ppojob_api.v1alpha1.pools import REWARD_MODEL, Pool, Role
 from ppojob_api.v1alpha1.reported import LayoutAdvice, PoolSize
+from ppojob_api.v1alpha1.resolve import ONLY_BETWEEN_POOLS
 from ppojob_api.v1alpha1.rules import check
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_api.v1alpha1.training import Overlap, ScheduleMode
+from ppojob_api.v1alpha1.training import ScheduleMode
 from ppojob_trainer.controller.cost_model import fit
 from ppojob_trainer.controller.layout import layout_of
+from ppojob_trainer.controller.phases import Phase
 from ppojob_trainer.controller.pool_sizes import fewer, more, moved, total_gpus
 from ppojob_trainer.controller.prediction import evenness, observations, predict
 from ppojob_trainer.controller.step_time import Layout
@@ -184,8 +186,7 @@ def _say_placed(changes: Mapping[str, float], words: str) -> Iterator[str]:
         yield f"{words.format(best)} would save {-changes[best]:.0%} step time"
 
 
-_BETWEEN_POOLS: Final = {Overlap.NEXT_GENERATION, Overlap.STREAMING}
-_FORWARD: Final = ("timing_s/old_log_prob", "timing_s/values", "timing_s/ref")
+_FORWARD: Final = (Phase.OLD_LOG_PROB, Phase.VALUES, Phase.REF)
 
 
 def _say_streamed(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]], step: float) -> Iterator[str]:
@@ -194,7 +195,7 @@ def _say_streamed(spec: PPOJobSpec, steps: Sequence[Mapping[str, float]], step: 
     In one pool, `Auto` leaves that out, because it makes a step with a fast function slower (docs/measured.md).
     """
     is_left_out = (
-        spec.schedule.mode is ScheduleMode.OVERLAPPED and set(spec.schedule.disabled_overlaps) >= _BETWEEN_POOLS
+        spec.schedule.mode is ScheduleMode.OVERLAPPED and set(spec.schedule.disabled_overlaps) >= ONLY_BETWEEN_POOLS
     )
     saved = statistics.median(map(_saved_by_streaming, steps)) / step
     if is_left_out and spec.reward.uses_function and saved >= MIN_GAIN:
@@ -209,8 +210,12 @@ def _saved_by_streaming(metrics: Mapping[str, float]) -> float:
 
     On average, a response is ready before the longest one by the difference of their lengths.
     """
-    left = metrics.get("timing_s/reward", 0.0) - sum(metrics.get(phase, 0.0) for phase in _FORWARD)
-    return min((1 - evenness(metrics)) * metrics.get("timing_s/gen", 0.0), left)
+
+    def seconds(phase: str) -> float:
+        return metrics.get(f"timing_s/{phase}", 0.0)
+
+    left = seconds(Phase.REWARD) - sum(map(seconds, _FORWARD))
+    return min((1 - evenness(metrics)) * seconds(Phase.GENERATE), left)
 
 
 def _cheapest(options: Sequence[_Option], gpus: int) -> _Option | None:
