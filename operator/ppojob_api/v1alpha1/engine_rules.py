@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ppojob_api.v1alpha1.base import Problem, Rule
 from ppojob_api.v1alpha1.engine import Engine, EngineClass
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 
 _WEIGHTS = "the trainer sends the weights, and this changes how they are stored: remove it"
@@ -36,7 +37,8 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "enable_lora": "use model.actor.lora: the engine gets the merged weights",
     "pipeline_parallel_size": _PROCESSES,
     "data_parallel_size": "the number of engines follows from the pool's GPUs: remove it",
-    "enable_expert_parallel": _WEIGHTS,
+    "enable_expert_parallel": "use rollout.enableExpertParallel",
+    "enable_eplb": "the trainer sends each GPU its own experts, and this moves them between GPUs: remove it",
     "distributed_executor_backend": _PROCESSES,
     "worker_cls": _PROCESSES,
     "worker_extension_cls": _PROCESSES,
@@ -64,6 +66,7 @@ ENGINE_RULES = [
 
 _BALANCE = "self.actor.routerAuxLossCoefficient"
 _REPLAY = "self.rollout.routingReplay"
+_DIVIDED = "self.rollout.enableExpertParallel"
 
 EXPERT_RULES = [
     Rule(
@@ -85,6 +88,19 @@ EXPERT_RULES = [
         rule=f"!{_REPLAY} || self.actor.engine == 'FSDP'",
         message="a training engine of class Class does not replay experts: set rollout.routingReplay to false",
         field_path=".rollout.routingReplay",
+    ),
+    Rule(
+        rule=f"!{_DIVIDED} || self.rollout.tensorParallelSize > 1",
+        message=(
+            "the GPUs of an engine divide its experts: set rollout.tensorParallelSize above 1, or "
+            "enableExpertParallel to false"
+        ),
+        field_path=".rollout.enableExpertParallel",
+    ),
+    Rule(
+        rule=f"!{_DIVIDED} || self.device != 'CPU'",
+        message="vLLM's CPU kernels compute all experts on each worker: set enableExpertParallel to false",
+        field_path=".rollout.enableExpertParallel",
     ),
     Rule(
         rule=f"{_BALANCE} == 0.0 || self.actor.engine == 'FSDP'",
@@ -169,6 +185,21 @@ def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
         )
 
 
+def _engines_can_divide_experts(spec: PPOJobSpec) -> Iterator[Problem]:
+    rollout, where = spec.rollout, "rollout.enableExpertParallel"
+    if not rollout.enable_expert_parallel:
+        return
+    if rollout.tensor_parallel_size == 1:
+        remedy = (
+            "the GPUs of an engine divide its experts, and rollout.tensorParallelSize is 1: set it above 1, or "
+            f"{where}: false"
+        )
+        yield where, True, remedy
+    if spec.device is Device.CPU:
+        remedy = f"vLLM's CPU kernels compute all experts on each worker: set {where}: false, or device: CUDA"
+        yield where, True, remedy
+
+
 def _experts_can_be_balanced(spec: PPOJobSpec) -> Iterator[Problem]:
     coefficient = spec.actor.router_aux_loss_coefficient
     if coefficient == 0:
@@ -194,6 +225,7 @@ ENGINE_CHECKS = (
     _engine_args_are_the_users,
     _the_trainers_scheduler_is_there,
     _experts_can_be_replayed,
+    _engines_can_divide_experts,
     _experts_can_be_balanced,
     _shortest_lookup_is_not_above_the_longest,
 )

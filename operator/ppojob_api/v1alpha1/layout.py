@@ -76,7 +76,7 @@ SETTINGS = (
     "actor.expertParallelSize", "critic.expertParallelSize",
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
-       "enforceEager", "logProbs", "sleep", "cpuCacheGib", "speculative",
+       "enforceEager", "enableExpertParallel", "logProbs", "sleep", "cpuCacheGib", "speculative",
        "engineArgs")),
     "checkpoint.async", "trainer.dataWorkers", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip

@@ -67,6 +67,11 @@ class RolloutSpec(ApiModel):
     """Disable CUDA graphs."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
+    enable_expert_parallel: bool = False
+    """For mixtures of experts: the GPUs of a replica divide the experts of each layer, and each GPU holds whole ones.
+    false: each GPU holds a slice of every expert. Attention is divided by heads in both cases. Set it to true if slices
+    of experts get so small that their matrix products are slow. It needs tensorParallelSize above 1, which must divide
+    the number of experts, and device CUDA."""
     log_probs: bool = True
     """The engine reports log-probs, which the trainer compares with its own. The default is true because a difference
     shows wrong weights or kernels, and because it costs little: a twentieth of the generation of a small model."""

@@ -74,6 +74,7 @@ CHANGES: dict[str, Any] = {
     "rollout.enableChunkedPrefill": False,
     "rollout.enablePrefixCaching": False,
     "rollout.enforceEager": True,
+    "rollout.enableExpertParallel": True,
     "rollout.logProbs": False,
     "rollout.sleep": False,
     "rollout.cpuCacheGib": 2,
@@ -125,7 +126,8 @@ CHANGES: dict[str, Any] = {
 """A new value for each part of a spec that may or may not change."""
 
 ALSO: dict[str, dict[str, Any]] = {
-    f"{role}.virtualPipelineParallelSize": {role: {"pipelineParallelSize": 2}} for role in ("actor", "critic")
+    **{f"{role}.virtualPipelineParallelSize": {role: {"pipelineParallelSize": 2}} for role in ("actor", "critic")},
+    "rollout.enableExpertParallel": {"rollout": {"tensorParallelSize": 2}},
 }
 """What a change needs beside itself, by its part."""
 

@@ -1,8 +1,10 @@
 """Pushes weights to a real vLLM engine of two tensor-parallel workers; prints what was seen as JSON.
 
-`divided` runs it with the arguments MODEL DEVICE BACKEND ... The engine is connected by one backend after the other. On
-CUDA, worker i has GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one;
-with backend cuda_ipc, on the worker's.
+`divided` runs it with the arguments MODEL DEVICE KIND BACKEND ... The engine is connected by one backend after the
+other. With the kind `experts`, the workers divide the experts of a mixture, and vLLM records which ones it uses; with
+`slices`, they divide each expert. Weights have the trainer's names, with each expert by itself. On CUDA, worker i has
+GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one; with backend
+cuda_ipc, on the worker's.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from tests.integration.trainer.separate_process import print_seen, seen_by
 MODULE = "tests.integration.trainer.divided_engine"
 LIMIT_S = 300.0
 SIZE = 2
+SLICES, EXPERTS = "slices", "experts"
 PROMPT = [5 + position % 7 for position in range(20)]
 SAMPLING = SamplingOptions(max_tokens=24, ignore_eos=True)
 
 
-def divided(model: Path, device: str, *backends: str, limit: float) -> dict[str, Any]:
+def divided(model: Path, device: str, *backends: str, limit: float, kind: str = SLICES) -> dict[str, Any]:
     """Run this module as a process and return what it has seen with each backend."""
-    return seen_by(MODULE, str(model), device, *backends, limit=limit)
+    return seen_by(MODULE, str(model), device, kind, *backends, limit=limit)
 
 
 class Pushes:
@@ -81,8 +84,13 @@ class Pushes:
         return getattr(self.senders[part], method)(**arguments)
 
     def weights(self, model: Any, part: int) -> dict[str, Any]:
-        named = model.named_parameters()
-        return {name: tensor.detach().to(self.device_of(part), self.dtype) for name, tensor in named}
+        from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import written_of
+
+        return {
+            written.name: written.of(tensor.detach()).to(self.device_of(part), self.dtype)
+            for name, tensor in model.named_parameters()
+            for written in written_of(model, name, tuple(tensor.shape))
+        }
 
     async def push(self, model: Any, *, is_partial: bool = False) -> dict[str, Any]:
         """Push a model's weights, or those of its attention alone.
@@ -113,6 +121,19 @@ class Pushes:
         theirs, _ = log_probs(model, [*PROMPT, *response.token_ids])
         differences = [abs(a - b) for a, b in zip(response.log_probs, theirs[len(PROMPT) - 1 :], strict=True)]
         return sum(differences) / len(differences)
+
+    async def same_experts(self, model: Any) -> float:
+        """Return the share of the experts that a model chooses for each token that the engine has recorded, too."""
+        import torch
+
+        sampling = replace(SAMPLING, experts=True)
+        [response] = await self.engine.generate([PROMPT], [self.version], sampling)
+        with torch.no_grad():
+            tokens = torch.tensor([[*PROMPT, *response.token_ids[:-1]]])
+            logits = torch.stack(model(tokens, output_router_logits=True).router_logits, 1)
+        ours = torch.from_numpy(response.experts.astype("int64"))
+        theirs = logits.view(len(ours), ours.shape[1], -1).topk(ours.shape[2]).indices
+        return float((ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).float().mean())
 
     def close(self) -> None:
         for sender in self.senders:
@@ -189,6 +210,8 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
     ):
         seen[name] = {**await pushes.push(model, is_partial=is_partial), "apart": await pushes.apart(model)}
     seen["stale"], seen["stale attention"] = await pushes.apart(old), await pushes.apart(new)
+    if engine.options.routing_replay:
+        seen["same experts"] = await pushes.same_experts(mixed)
     if backend != "cuda_ipc":
         # The eleventh push is the next one that is compared.
         while pushes.number < COMPARED_EVERY:
@@ -203,8 +226,8 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
 
 
 def main() -> None:
-    path, device, *backends = sys.argv[1:]
-    is_cuda = Device(device) is Device.CUDA
+    path, device, kind, *backends = sys.argv[1:]
+    is_cuda, by_experts = Device(device) is Device.CUDA, kind == EXPERTS
     options = RolloutOptions(
         path=path,
         device=Device(device),
@@ -213,6 +236,8 @@ def main() -> None:
         gpu_memory_utilization=0.3,
         enforce_eager=True,
         tensor_parallel_size=SIZE,
+        enable_expert_parallel=by_experts,
+        routing_replay=by_experts,
         timeout_seconds=LIMIT_S,
         # The trainer itself gives CPU engines one worker.
         engine_args={} if is_cuda else {"tensor_parallel_size": SIZE, "distributed_executor_backend": "mp"},

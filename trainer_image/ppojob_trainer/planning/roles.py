@@ -21,7 +21,7 @@ from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions
 from ppojob_trainer.engines.train.fsdp.reward import padded_parts
-from ppojob_trainer.engines.train.model_fit import check_context, check_heads
+from ppojob_trainer.engines.train.model_fit import check_context, check_engine_parts
 from ppojob_trainer.maths.packing import micro_batches
 from ppojob_trainer.planning.work import Work
 from ppojob_trainer.worker_groups.roles.trained import ModelSource, dims_of
@@ -129,7 +129,7 @@ def planned_roles(spec: PPOJobSpec, shapes: Shapes) -> dict[str, PlannedRole]:
     if judges and model.reward is not None:
         source = ModelSource(model.reward.path, model.reward.trust_remote_code, has_output_layer=False)
         found += [find(role, "model.reward.path", source, None, None) for role in judges]
-    check_heads(found[0].config.get_text_config(), "rollout.tensorParallelSize", spec.rollout.tensor_parallel_size)
+    check_engine_parts(found[0].config, spec.rollout)
     return {role.name: role for role in found}
 
 

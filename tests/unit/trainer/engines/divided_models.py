@@ -1,7 +1,8 @@
 """One of two tensor-parallel ranks that load weights into vLLM's own models; prints what it has seen as JSON.
 
-`python -m tests.unit.trainer.engines.divided_models RANK PORT FOLDER ...`. Models, loaders and groups are vLLM's. The
-models are not processed after loading, as on CUDA: on the CPU, vLLM would pack them.
+`python -m tests.unit.trainer.engines.divided_models RANK PORT KIND:FOLDER ...`. KIND is `slices` or `experts`: whether
+the ranks divide each expert, or the experts of a layer. Models, loaders and groups are vLLM's. The models are not
+processed after loading, as on CUDA: on the CPU, vLLM would pack them. Only those that are reloaded are.
 """
 
 from __future__ import annotations
@@ -9,39 +10,49 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension
 from ppojob_trainer.engines.weights.boxes import Box, inside
+from ppojob_trainer.engines.weights.receipts import UNREAD, Receipt
+from ppojob_trainer.engines.weights.receiver import WeightReceiver
 from tests.unit.trainer.engines.kept_weights import stream_of
 
 SIZE = 2
+EXPERTS = "experts"
 
 
-def weights_of(path: str) -> dict[str, Tensor]:
-    """Return the weights as the trainer sends them: tied ones once."""
+def weights_of(path: str, kind: str) -> dict[str, Tensor]:
+    """Return the weights as the trainer sends them: tied ones once, and each of divided experts by itself."""
+    if kind == EXPERTS:
+        return load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def divided(path: str) -> tuple[VllmConfig, nn.Module]:
-    """Return this rank's part of vLLM's model, without weights."""
+def divided(path: str, kind: str, *, is_loaded: bool = False) -> tuple[VllmConfig, nn.Module]:
+    """Return this rank's part of vLLM's model, without weights, or read from disk and processed."""
     config = EngineArgs(
         model=path,
         dtype="bfloat16",
@@ -49,13 +60,16 @@ def divided(path: str) -> tuple[VllmConfig, nn.Module]:
         max_model_len=64,
         skip_tokenizer_init=True,
         tensor_parallel_size=SIZE,
+        enable_expert_parallel=kind == EXPERTS,
         distributed_executor_backend="mp",
+        # As in `engines.rollout.options`; models without latent attention ignore it.
+        attention_backend=AttentionBackendEnum.CPU_MLA,
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         # vLLM makes the experts' group only for a model with experts.
         destroy_model_parallel()
         initialize_model_parallel(SIZE)
-        return config, initialize_model(config)
+        return config, get_model(vllm_config=config) if is_loaded else initialize_model(config)
 
 
 class CopyingWorker(WeightReceiverExtension):
@@ -82,16 +96,21 @@ def outcome(
         return str(error)
 
 
-def are_same_from_boxes(model: nn.Module, weights: dict[str, Tensor], boxes: dict[str, tuple[Box, ...]]) -> bool:
-    """Whether weights that have NaN outside of the boxes give the parameters that the model has."""
-    before = [parameter.clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.zero_()
+def parts_of(weights: dict[str, Tensor], boxes: dict[str, tuple[Box, ...]]) -> dict[str, Tensor]:
+    """Return the weights with NaN outside of the boxes."""
     parts = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
     for name, part in parts.items():
         for box in boxes[name]:
             inside(part, box).copy_(inside(weights[name], box))
-    model.load_weights(parts.items())  # type: ignore[operator]
+    return parts
+
+
+def are_same_from_boxes(model: nn.Module, weights: dict[str, Tensor], boxes: dict[str, tuple[Box, ...]]) -> bool:
+    """Whether the boxes alone give the parameters that the model has."""
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.zero_()
+    model.load_weights(parts_of(weights, boxes).items())  # type: ignore[operator]
     return all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
@@ -112,10 +131,55 @@ def negated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: -tensor for name, tensor in weights.items()}
 
 
+def unread_by(worker: WeightReceiverExtension, weights: dict[str, Tensor]) -> list[str]:
+    """Receive weights as from the trainer; return the names that the worker reports as not read."""
+    stream = stream_of(weights)
+    vars(stream)["receipt"] = lambda: Receipt(7, len(weights), 8, (1,))
+    receiver = SimpleNamespace(begin=lambda version, keeps_weights: stream, ask_for=lambda boxes: None)
+    worker.ppojob_receiver = cast(WeightReceiver, receiver)
+    unread: list[str] = worker.ppojob_receive_weights(7, True)[UNREAD]
+    return unread
+
+
+def without_last_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights without a matrix of the last expert, which the second rank has."""
+    last = max(name for name in weights if ".mlp.experts." in name or ".block_sparse_moe.experts." in name)
+    return {name: tensor for name, tensor in weights.items() if name != last}
+
+
+def reloaded(path: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
+    """Reload weights into this rank's part by vLLM's own means, as on CUDA: whole ones, boxes of them, too few ones.
+
+    Returns for each push the refusal, or the parameters that differ from those read from disk.
+    """
+    config, model = divided(path, EXPERTS, is_loaded=True)
+    from_disk = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    weights = weights_of(path, EXPERTS)
+
+    def reload(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        reload_weights(config, model, weights_iterator, None, True)
+
+    worker = WeightReceiverExtension()
+    worker.vllm_config, worker.device = config, torch.device("cpu")
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=reload)
+    found: dict[str, Any] = {}
+    for name, pushed in (
+        ("negated", negated(weights)),
+        ("boxes", parts_of(weights, boxes)),
+        ("too few", without_last_expert(weights)),
+        ("whole", weights),
+    ):
+        said = outcome(worker, pushed.items())
+        now = dict(model.named_parameters())
+        changed = [each for each, tensor in from_disk.items() if not torch.equal(tensor, now[each])]
+        found[name] = said or changed
+    return found
+
+
 @torch.no_grad()
-def seen_with(path: str) -> dict[str, Any]:
-    config, model = divided(path)
-    weights = weights_of(path)
+def seen_with(kind: str, path: str) -> dict[str, Any]:
+    config, model = divided(path, kind)
+    weights = weights_of(path, kind)
     with set_current_vllm_config(config):
         with LoaderReads() as reads:
             model.load_weights(reads.passing(weights.items()))  # type: ignore[operator]
@@ -123,7 +187,15 @@ def seen_with(path: str) -> dict[str, Any]:
         others = negated(weights)
         stale = next(name for name in weights if "o_proj" in name)
         attention = {name: tensor for name, tensor in weights.items() if ".self_attn." in name}
+        more = {}
+        if kind == EXPERTS:
+            more = {
+                "unread": unread_by(worker_of(config, model), weights),
+                "too few": outcome(worker_of(config, model), without_last_expert(weights).items()),
+                "reloaded": reloaded(path, reads.boxes()),
+            }
         return {
+            **more,
             "are_exact": reads.are_exact(model),
             "boxes": reads.boxes(),
             "from_boxes": are_same_from_boxes(model, weights, reads.boxes()),
@@ -139,12 +211,12 @@ def seen_with(path: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, port, *paths = sys.argv[1:]
+    rank, port, *given_models = sys.argv[1:]
     torch.set_num_threads(1)
     # vLLM's name of the memory that the ranks share.
     os.environ["VLLM_DIST_IDENT"] = f"ppojob-{port}"
     init_distributed_environment(SIZE, int(rank), f"tcp://127.0.0.1:{port}", 0, "gloo")
-    sys.stdout.write("FOUND " + json.dumps([seen_with(path) for path in paths]) + "\n")
+    sys.stdout.write("FOUND " + json.dumps([seen_with(*given.split(":")) for given in given_models]) + "\n")
 
 
 if __name__ == "__main__":

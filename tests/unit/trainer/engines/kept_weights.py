@@ -1,8 +1,12 @@
-"""Prints what the worker extension does. A separate process, because an import of vLLM changes much."""
+"""Prints what the worker extension and the engine do. A separate process, because an import of vLLM changes much."""
 
+import asyncio
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -11,8 +15,12 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.rollout.engine import RolloutEngine
+from ppojob_trainer.engines.rollout.options import RolloutOptions
 from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtension, keeps_weights_as_they_come
+from ppojob_trainer.engines.weights.receipts import UNREAD, Receipt
 from ppojob_trainer.engines.weights.receiver import WeightReceiver, WeightStream
 
 
@@ -121,6 +129,26 @@ def failure(load: Callable[..., Any]) -> dict[str, object]:
     return {"answer": worker.ppojob_receive_weights(1, True), "is_drained": stream.is_drained}
 
 
+def logged(unread: list[list[str]]) -> list[str]:
+    """Update the weights of an engine whose workers did not read these names; return what the engine logs."""
+
+    async def answers(*_: object, **__: object) -> list[dict[str, Any]]:
+        return [{**asdict(Receipt(1, 3, 12, (1,))), UNREAD: names} for names in unread]
+
+    async def nothing() -> None:
+        return
+
+    records = BufferingHandler(capacity=100)
+    engine = RolloutEngine(RolloutOptions(path="/model", device=Device.CUDA, max_model_len=8))
+    engine._workers, engine.reset_prefix_cache = answers, nothing  # type: ignore[method-assign, assignment]
+    logger = logging.getLogger(RolloutEngine.__module__)
+    logger.addHandler(records)
+    receipts = asyncio.run(engine.update_weights(1))
+    logger.removeHandler(records)
+    assert receipts == [Receipt(1, 3, 12, (1,))] * len(unread)
+    return [record.getMessage() for record in records.buffer]
+
+
 if __name__ == "__main__":
     found = {
         "failure": failure(fails),
@@ -128,5 +156,10 @@ if __name__ == "__main__":
         "kept": {name: keeps_weights_as_they_come(model) for name, model in MODELS.items()},
         "changing": outcomes(Model(changes_at=range(2))),
         "right": outcomes(Model()),
+        "logged": {
+            "experts of others": logged([["expert 1"], ["expert 0"]]),
+            "an expert of nobody": logged([["expert 1", "expert 2"], ["expert 0", "expert 2"]]),
+            "one worker": logged([[]]),
+        },
     }
     sys.stdout.write(json.dumps(found))

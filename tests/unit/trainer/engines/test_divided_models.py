@@ -1,23 +1,26 @@
 """What each GPU of a tensor-parallel engine reads of the weights, and that it is found in its parameters afterwards.
 
-vLLM's models, its loaders and its groups are real: two processes. The sizes are odd on purpose.
+vLLM's models, its loaders and its groups are real: two processes. The sizes are odd on purpose. GPUs divide each expert
+of a mixture, or (`rollout.enableExpertParallel`) each has half of the experts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ppojob_trainer.engines.weights.receipts import read_by_none
 from tests.ports import server_port
 from tests.unit.trainer.engines import test_engine_families
+from tests.unit.trainer.engines.tiny_experts import NUM_EXPERTS, fill_router_biases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,7 +38,14 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_hidden_layers": 2,
 }
-MODELS = {name: test_engine_families.FAMILIES[name] for name in ("llama", "qwen2 tied", "qwen3 moe", "phi3")}
+# vLLM's latent attention on the CPU takes these sizes.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+FAMILIES = {
+    **test_engine_families.FAMILIES,
+    "deepseek v3": ("deepseek_v3", {**test_engine_families.LATENT, **LATENT, "num_key_value_heads": 4}),
+}
+MIXTURES = {f"{name} by experts": FAMILIES[name] for name in ("qwen3 moe", "mixtral", "deepseek v3")}
+MODELS = {**{name: FAMILIES[name] for name in ("llama", "qwen2 tied", "qwen3 moe", "phi3")}, **MIXTURES}
 Found = dict[str, list[dict[str, Any]]]
 
 
@@ -46,15 +56,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     for name, (family, settings) in MODELS.items():
         torch.manual_seed(7)
         config = AutoConfig.for_model(family, **{**SHAPE, **settings, "moe_intermediate_size": EXPERT})
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
-    paths = [str(folder / name) for name in MODELS]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        fill_router_biases(model)
+        model.save_pretrained(folder / name)
+    given = [f"{'experts' if name in MIXTURES else 'slices'}:{folder / name}" for name in MODELS]
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: seen_by(rank, port, paths), range(2))
-    return {Path(path).name: pair for path, *pair in zip(paths, first, second, strict=True)}
+        first, second = pool.map(lambda rank: seen_by(rank, port, given), range(2))
+    return {name: pair for name, *pair in zip(MODELS, first, second, strict=True)}
 
 
-def seen_by(rank: int, port: int, paths: list[str]) -> list[Any]:
-    command = [sys.executable, "-m", "tests.unit.trainer.engines.divided_models", str(rank), str(port), *paths]
+def seen_by(rank: int, port: int, given: list[str]) -> list[Any]:
+    command = [sys.executable, "-m", "tests.unit.trainer.engines.divided_models", str(rank), str(port), *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr[-8000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
@@ -70,6 +82,17 @@ def halves(length: int, *others: int) -> list[Any]:
 
 def whole(*shape: int) -> list[Any]:
     return [[[[0, length] for length in shape]]] * 2
+
+
+def only_of(rank: int, *shape: int) -> list[Any]:
+    """Return the boxes of each rank in a tensor that one of them needs."""
+    return [boxes if rank == number else [] for number, boxes in enumerate(whole(*shape))]
+
+
+def is_of_rank(name: str, rank: int) -> bool:
+    """Whether a tensor is of an expert that a rank has: the first half, or the second."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return found is not None and int(found[1]) // (NUM_EXPERTS // 2) == rank
 
 
 # Half of the query's 128 rows, and all rows of the one key and the one value, which follow them.
@@ -100,6 +123,17 @@ OF_EXPERTS = [
         ("qwen3 moe", f"{LAYER}.mlp.experts.gate_up_proj", OF_EXPERTS),
         ("qwen3 moe", f"{LAYER}.mlp.gate.weight", whole(6, HIDDEN)),
         ("phi3", f"{LAYER}.self_attn.qkv_proj.weight", OF_FUSED),
+        # Three of the six experts on each rank; attention and shared experts as without.
+        ("qwen3 moe by experts", f"{LAYER}.mlp.experts.2.down_proj.weight", only_of(0, HIDDEN, EXPERT)),
+        ("qwen3 moe by experts", f"{LAYER}.mlp.experts.3.gate_proj.weight", only_of(1, EXPERT, HIDDEN)),
+        ("qwen3 moe by experts", f"{LAYER}.mlp.gate.weight", whole(6, HIDDEN)),
+        ("qwen3 moe by experts", f"{LAYER}.self_attn.q_proj.weight", halves(4 * HEAD, HIDDEN)),
+        ("mixtral by experts", f"{LAYER}.block_sparse_moe.experts.2.w1.weight", only_of(0, INTERMEDIATE, HIDDEN)),
+        ("mixtral by experts", f"{LAYER}.block_sparse_moe.experts.3.w2.weight", only_of(1, HIDDEN, INTERMEDIATE)),
+        ("deepseek v3 by experts", f"{LAYER}.mlp.experts.2.up_proj.weight", only_of(0, EXPERT, HIDDEN)),
+        ("deepseek v3 by experts", f"{LAYER}.mlp.experts.5.down_proj.weight", only_of(1, HIDDEN, EXPERT)),
+        ("deepseek v3 by experts", f"{LAYER}.mlp.shared_experts.up_proj.weight", halves(2 * EXPERT, HIDDEN)),
+        ("deepseek v3 by experts", f"{LAYER}.mlp.gate.e_score_correction_bias", whole(6)),
     ],
 )
 def test_each_rank_reads_its_own_boxes(found: Found, model: str, name: str, expected: list[Any]) -> None:
@@ -108,9 +142,10 @@ def test_each_rank_reads_its_own_boxes(found: Found, model: str, name: str, expe
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_weight_is_read_in_boxes(found: Found, model: str) -> None:
-    for rank in found[model]:
+    for number, rank in enumerate(found[model]):
         assert rank["are_exact"]
-        assert all(rank["boxes"].values())
+        unread = [name for name, boxes in rank["boxes"].items() if not boxes]
+        assert unread == [name for name in rank["boxes"] if model in MIXTURES and is_of_rank(name, 1 - number)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -135,3 +170,28 @@ def test_after_a_partial_push_all_parameters_of_a_rank_are_read_back(found: Foun
 def test_a_rank_with_other_parameters_is_reported(found: Found, model: str, fault: str) -> None:
     for rank in found[model]:
         assert "vLLM's parameters are not version 7 of the weights" in rank[fault]
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_each_rank_reports_what_it_did_not_read_and_together_they_read_all(found: Found, model: str) -> None:
+    unread = [rank["unread"] for rank in found[model]]
+    assert all(unread)
+    assert unread == [[name for name, boxes in rank["boxes"].items() if not boxes] for rank in found[model]]
+    assert read_by_none(unread) == []
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+@pytest.mark.parametrize("push", ["whole", "boxes"])
+def test_a_reload_leaves_a_rank_what_it_reads_from_disk(found: Found, model: str, push: str) -> None:
+    for rank in found[model]:
+        assert rank["reloaded"][push] == []
+        # Otherwise the comparison would say nothing.
+        assert any(name.endswith("experts.w13_weight") for name in rank["reloaded"]["negated"])
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_the_rank_that_lacks_a_matrix_of_its_expert_refuses_the_push(found: Found, model: str) -> None:
+    first, second = found[model]
+    assert (first["too few"], first["reloaded"]["too few"]) == (True, [])
+    assert "vLLM's parameters are not version 7 of the weights" in second["too few"]
+    assert re.search(r"layers without all of their weights: .*1\.\w+\.experts", second["reloaded"]["too few"])

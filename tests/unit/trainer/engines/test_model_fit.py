@@ -10,10 +10,11 @@ from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTra
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
-from ppojob_api.v1alpha1.rollout import Quantization
+from ppojob_api.v1alpha1.rollout import Quantization, RolloutSpec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.train.model_fit import (
     check_context,
+    check_engine_parts,
     check_heads,
     check_quantization,
     check_vocabulary,
@@ -101,6 +102,21 @@ def test_a_rollout_size_divides_the_heads_and_key_heads_may_be_repeated() -> Non
     check_heads(config, "rollout.tensorParallelSize", 6)
     with pytest.raises(ModelMismatchError, match=r"rollout.tensorParallelSize 5 does not divide .* 12: use"):
         check_heads(config, "rollout.tensorParallelSize", 5)
+
+
+def test_the_gpus_of_an_engine_have_equally_many_experts() -> None:
+    mixture = Qwen3MoeConfig(num_attention_heads=12, num_experts=8)
+    for size in (2, 4):
+        check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=size, enable_expert_parallel=True))
+    check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=3))
+    says = (
+        r"^rollout\.tensorParallelSize 3 does not divide this qwen3_moe's number of experts 8: use a divisor, or set "
+        r"rollout\.enableExpertParallel to false$"
+    )
+    with pytest.raises(ModelMismatchError, match=says):
+        check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=3, enable_expert_parallel=True))
+    with pytest.raises(ModelMismatchError, match=r"rollout.tensorParallelSize 5 does not divide .*_heads 12: use a"):
+        check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=5))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.engine_rules import RESERVED_ENGINE_ARGS
+from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.rollout import Quantization
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.speculative import SpeculativeSpec
+from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS, RolloutOptions, engine_arguments, environment
+from tests.bad_specs import with_changes
 
 CPU = RolloutOptions(path="/models/m", device=Device.CPU, max_model_len=300, max_num_batched_tokens=256)
 CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
@@ -25,7 +28,10 @@ CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
         # No more tokens than two sequences can have: vLLM's warm-up would read outside their block tables.
         (dataclasses.replace(CUDA, max_num_batched_tokens=8192, max_num_seqs=2), {"max_num_batched_tokens": 600}),
         (dataclasses.replace(CUDA, max_num_batched_tokens=8192), {"max_num_batched_tokens": 8192}),
-        (CUDA, {"tensor_parallel_size": 1, "distributed_executor_backend": "uni"}),
+        (
+            CUDA,
+            {"tensor_parallel_size": 1, "distributed_executor_backend": "uni", "enable_expert_parallel": False},
+        ),
         (
             dataclasses.replace(CUDA, tensor_parallel_size=2),
             {
@@ -33,6 +39,10 @@ CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
                 "distributed_executor_backend": "mp",
                 "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
             },
+        ),
+        (
+            dataclasses.replace(CUDA, tensor_parallel_size=2, enable_expert_parallel=True),
+            {"enable_expert_parallel": True},
         ),
         (dataclasses.replace(CUDA, sleeps=False, gpu_memory_utilization=0.9), {"gpu_memory_utilization": 0.9}),
     ],
@@ -138,3 +148,11 @@ def test_the_environment_of_a_cuda_engine() -> None:
     # Both need NVLink multicast.
     assert environment(CUDA)["VLLM_ALLREDUCE_USE_SYMM_MEM"] == environment(CUDA)["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     assert "OMP_NUM_THREADS" not in environment(CUDA)
+
+
+def test_the_spec_says_whether_gpus_divide_experts() -> None:
+    given: dict[str, Any] = {"tensorParallelSize": 2, "enableExpertParallel": True}
+    for rollout in (given, {**given, "enableExpertParallel": False}):
+        spec = resolve(parse_manifest(with_changes({("spec", "rollout"): rollout}))[2])
+        options = RolloutOptions.from_spec(spec, "actor")
+        assert engine_arguments(options)["enable_expert_parallel"] is rollout["enableExpertParallel"]

@@ -44,3 +44,13 @@ def test_a_worker_that_cannot_load_weights_takes_the_rest_of_them(found: dict[st
 
 def test_a_worker_whose_loader_reads_only_a_part_takes_the_rest_too(found: dict[str, Any]) -> None:
     assert found["partial"] == {"answer": {WORKER_FAILURE: "only 0 of 1 buckets were loaded"}, "is_drained": True}
+
+
+def test_an_engine_warns_of_weights_that_no_worker_reads_and_not_of_experts_of_other_workers(
+    found: dict[str, Any],
+) -> None:
+    assert found["logged"] == {
+        "experts of others": [],
+        "an expert of nobody": ["vLLM leaves out 1 weights of /model: ['expert 2']"],
+        "one worker": [],
+    }

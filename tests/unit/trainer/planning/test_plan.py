@@ -369,6 +369,9 @@ def test_jobs_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
         plan_job(job(path, critic=own), gpus)
     with pytest.raises(ModelMismatchError, match=r"actor.expertParallelSize 2: qwen2 is no mixture of experts: set it"):
         plan_job(job(path, 2, actor={"expertParallelSize": 2}), gpus)
+    by_experts = {"rollout": {"tensorParallelSize": 2, "enableExpertParallel": True}}
+    with pytest.raises(ModelMismatchError, match=r"rollout.enableExpertParallel true: qwen2 is no mixture of experts"):
+        plan_job(job(path, 2, **by_experts), gpus)
     with pytest.raises(ModelMismatchError, match=r"critic.pipelineParallelSize 4 is more than this qwen2's num_hidden"):
         plan_job(job(path, 4, critic={"pipelineParallelSize": 4}), gpus)
     fp8: dict[str, Any] = {"rollout": {"quantization": "FP8"}, "algorithm": {"rolloutCorrection": {}}}

@@ -121,6 +121,11 @@ def test_a_role_splits_its_sequence_parallel_size_for_its_model(
     [
         (("spec", "rollout"), {"routingReplay": True}, "rollout.routingReplay true: llama is no .*: set it to false"),
         (
+            ("spec", "rollout"),
+            {"tensorParallelSize": 2, "enableExpertParallel": True},
+            "rollout.enableExpertParallel true: llama is no mixture of experts: set it to false",
+        ),
+        (
             ("spec", "actor", "routerAuxLossCoefficient"),
             0.5,
             "actor.routerAuxLossCoefficient 0.5: llama is no mixture of experts: set it to 0",
@@ -142,6 +147,18 @@ def test_mixtures_are_refused_for_engines_in_fp8(tmp_path: Path) -> None:
     mixture = save_tiny_experts(tmp_path)
     with pytest.raises(ModelMismatchError, match=r"rollout\.quantization FP8: qwen3_moe is a mixture of .*: remove"):
         ActorWorker(CONTEXT, spec_of(mixture, given=fp8)).check()
+
+
+def test_engines_whose_gpus_would_have_different_numbers_of_experts_are_refused(tmp_path: Path) -> None:
+    divided: Changes = {
+        ("spec", "pools"): [{"name": "actor", "gpusPerNode": 4}, {"name": "critic", "gpusPerNode": 1}],
+        ("spec", "rollout"): {"tensorParallelSize": 4, "enableExpertParallel": True},
+    }
+    worker = ActorWorker(CONTEXT, spec_of(save_tiny_experts(tmp_path), given=divided))
+    with pytest.raises(
+        ModelMismatchError, match=r"rollout\.tensorParallelSize 4 .* number of experts 6: use a divisor"
+    ):
+        worker.check()
 
 
 def test_a_loss_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def routing_replay(draft: Draft) -> None:
         draft.take(mode)
 
 
+def divided_experts(draft: Draft) -> None:
+    """The GPUs of an engine divide its experts: all of its GPUs, or none. Another size is left for the table."""
+    rollout = "actor_rollout_ref.rollout"
+    experts, engine = (draft.given.get(f"{rollout}.{name}_parallel_size") for name in ("expert", "tensor_model"))
+    if experts is not None and engine is not None and whole(experts) == whole(engine) > 1:
+        draft.take(f"{rollout}.expert_parallel_size")
+        draft.values["rollout.enableExpertParallel"] = True
+
+
 def quantized_rollout(draft: Draft) -> None:
     """FP8 rollouts. Ours need importance weights and log-probs; verl's do without, unless the user asks for them."""
     rollout, correction = "actor_rollout_ref.rollout", "algorithm.rolloutCorrection"

@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.sources import is_repository_name
 from ppojob_api.v1alpha1.versions import own_version
 from ppojob_trainer.commands.convert.algorithm_parts import (
     clipping,
+    divided_experts,
     dynamic_sampling,
     estimator,
     older_weights,
@@ -303,7 +304,7 @@ def _model_path(draft: Draft, target: str, value: object) -> str:
 TOGETHER: tuple[Callable[[Draft], None], ...] = (
     name, models, adapters, sources, overlong_prompts, warmups, validation_sampling, sequence_parallel, hybrid_sharding,
     clipping,
-    estimator, dynamic_sampling, routing_replay, quantized_rollout, overlong_responses,
+    estimator, dynamic_sampling, routing_replay, divided_experts, quantized_rollout, overlong_responses,
     followers, rewards, older_weights, pools,
     engine_arguments, length, resuming, trackers, cluster,
 )  # fmt: skip

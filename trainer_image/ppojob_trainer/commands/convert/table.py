@@ -38,6 +38,7 @@ from ppojob_trainer.commands.convert.values import (
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TEXT = "prompts are text: pictures, sound and video are not read"
+_ENGINE_EXPERTS = "all GPUs of an engine divide its experts, or none: see rollout.enableExpertParallel"
 _SERVERS = "vLLM generates inside the job; there are no servers, tools or agent loops"
 
 TABLE: tuple[Row, ...] = (
@@ -119,7 +120,7 @@ TABLE: tuple[Row, ...] = (
     Checked(f"{_R}.dtype", only("bfloat16", "vLLM computes in bfloat16")),
     Checked(f"{_R}.do_sample", only(True, "training samples its responses")),
     Checked(f"{_R}.pipeline_model_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
-    Checked(f"{_R}.expert_parallel_size", only(1, "the parallel size of vLLM is rollout.tensorParallelSize")),
+    Checked(f"{_R}.expert_parallel_size", only(1, _ENGINE_EXPERTS)),
     Checked(f"{_R}.multi_turn.enable", only(False, _SERVERS)),
     Checked(f"{_R}.quantization", only(None, "vLLM rounds weights to FP8 only: see rollout.quantization")),
     Ignored(f"{_R}.data_parallel_size", "the number of replicas follows from the pool's GPUs"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import tempfile
@@ -47,7 +48,9 @@ from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import WeightLink
-from ppojob_trainer.engines.weights.receipts import Receipt
+from ppojob_trainer.engines.weights.receipts import UNREAD, Receipt, read_by_none
+
+logger = logging.getLogger(__name__)
 
 # Sleep level 2 releases weights and cache: the next weights come from the trainer in any case.
 SLEEP_LEVEL_DISCARD: Final = 2
@@ -214,6 +217,9 @@ class RolloutEngine:
         rounds_together = self.options.quantization is not None and self.options.tensor_parallel_size > 1
         limit_s = self.options.timeout_seconds * (_SHARE_OF_A_PUSH if rounds_together else 1.0)
         receipts = await self._workers("ppojob_receive_weights", version, keeps_weights, limit_s=limit_s)
+        # A worker reads nothing of other workers' experts. What no worker reads may be left out on purpose.
+        if left_out := read_by_none([receipt.pop(UNREAD) for receipt in receipts]):
+            logger.warning("vLLM leaves out %d weights of %s: %s", len(left_out), self.options.path, left_out[:4])
         # The prefix cache holds results of the old weights.
         await self.reset_prefix_cache()
         if self.options.updates_in_flight:

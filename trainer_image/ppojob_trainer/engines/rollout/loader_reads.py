@@ -84,14 +84,15 @@ class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: (whole_box(weight.shape),) if boxes is None else boxes for name, (weight, boxes) in read.items()}
 
     def are_exact(self, model: nn.Module) -> bool:
-        """Whether all reads were boxes that do not overlap; logs those that were not, and weights without a read."""
+        """Whether all reads were boxes that do not overlap; logs those that were not."""
         inexact = [name for name, weight in self._weights.items() if weight.read() is None]
-        unread = [name for name, weight in self._weights.items() if weight.read() == ()]
-        for what, names in (("divides in an unknown way", inexact), ("leaves out", unread)):
-            if names:
-                logger.warning(
-                    "vLLM's loader for %s %s %d weights: %s", type(model).__name__, what, len(names), names[:4]
-                )
+        if inexact:
+            logger.warning(
+                "vLLM's loader for %s divides %d weights in an unknown way: %s",
+                type(model).__name__,
+                len(inexact),
+                inexact[:4],
+            )
         return not inexact
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -83,9 +83,10 @@ class SamplingOptions:
 class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
-    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts. updates_in_flight: its
-    weights may change while it generates. routing_replay: it records the experts of each token. quantization: of its
-    linear layers.
+    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts.
+    enable_expert_parallel: they divide the experts of each layer, and not each expert; on CUDA only. updates_in_flight:
+    its weights may change while it generates. routing_replay: it records the experts of each token. quantization: of
+    its linear layers.
     """
 
     path: str
@@ -101,6 +102,7 @@ class RolloutOptions:
     trust_remote_code: bool = False
     sleeps: bool = False
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     seed: int = 0
     timeout_seconds: float = 1800.0
     speculative: SpeculativeSpec | None = None
@@ -128,6 +130,7 @@ class RolloutOptions:
             trust_remote_code=spec.model.actor.trust_remote_code,
             sleeps=spec.engines_sleep_in(pool),
             tensor_parallel_size=rollout.tensor_parallel_size,
+            enable_expert_parallel=rollout.enable_expert_parallel,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
             speculative=rollout.speculative,
@@ -235,6 +238,7 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enable_sleep_mode": options.sleeps,
             "tensor_parallel_size": options.tensor_parallel_size,
+            "enable_expert_parallel": options.enable_expert_parallel,
             # Inside a placement group of more than one worker, vLLM would choose its Ray executor.
             "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         }

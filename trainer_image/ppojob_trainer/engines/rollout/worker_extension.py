@@ -6,7 +6,9 @@ they are loaded with `reload_weights`, which takes six times as long but handles
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
-A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`).
+A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`). If workers
+divide experts, one reads nothing of the others' experts. So each returns what it did not read, and the engine finds out
+what none of them read.
 A partial push, of a model that is trained with adapters, brings some layers, each as a whole. A copy changes nothing
 else, and vLLM's reload gives all layers without new weights back what they had.
 
@@ -47,6 +49,7 @@ from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink
+from ppojob_trainer.engines.weights.receipts import UNREAD
 from ppojob_trainer.engines.weights.receiver import WeightReceiver, WeightStream
 
 logger = logging.getLogger(__name__)
@@ -112,7 +115,10 @@ class WeightReceiverExtension:
 
     @returns_failures
     def ppojob_receive_weights(self, version: int, keeps_weights: bool) -> dict[str, Any]:
-        """Load the next weights, which must be `version`; return the receipt as a dictionary.
+        """Load the next weights, which must be `version`.
+
+        Returns the receipt as a dictionary, with the names that the loaders did not read as `UNREAD`: of a compared
+        load into a tensor-parallel part of a model.
 
         A partial push is refused unless the engine has kept its weights since its last complete push. If loading fails,
         the rest of the push is received all the same, so that the other engines get theirs.
@@ -130,7 +136,8 @@ class WeightReceiverExtension:
             raise
         if boxes is not None:
             receiver.ask_for(boxes)
-        return asdict(replace(receipt, is_read_back=is_read_back))
+        unread = [name for name, read in (boxes or {}).items() if not read]
+        return {**asdict(replace(receipt, is_read_back=is_read_back)), UNREAD: unread}
 
     def _ppojob_load(self, version: int, stream: WeightStream) -> tuple[bool, Boxes | None]:
         """Load weights.

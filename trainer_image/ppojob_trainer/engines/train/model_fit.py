@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ModelSpec
-from ppojob_api.v1alpha1.rollout import Quantization
+from ppojob_api.v1alpha1.rollout import Quantization, RolloutSpec
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError, ModelUnsupportedError
 from ppojob_trainer.engines.train.dims import heads_and_context
 
@@ -23,6 +23,7 @@ __all__ = [
     "attention_width",
     "cached_numbers",
     "check_context",
+    "check_engine_parts",
     "check_heads",
     "check_is_balanced",
     "check_is_mixture",
@@ -149,6 +150,25 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
     """
     if num_experts(config.get_text_config()) is None:
         raise ModelMismatchError(f"{field} {value}: {config.model_type} is no mixture of experts: {remedy}")
+
+
+def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
+    """Check that the GPUs of an engine can divide a model: its heads, and its experts if the spec asks for it.
+
+    Of fewer key heads than GPUs, vLLM has copies. Each GPU must hold equally many experts: vLLM 0.32 places uneven
+    numbers, but its kernels for Blackwell (TRT-LLM) would then take a GPU's experts for others.
+
+    Raises:
+        ModelMismatchError: with the field and its value.
+    """
+    text, size, field = config.get_text_config(), rollout.tensor_parallel_size, "rollout.enableExpertParallel"
+    check_heads(text, "rollout.tensorParallelSize", size)
+    if not rollout.enable_expert_parallel:
+        return
+    check_is_mixture(config, field, "true", "set it to false")
+    if (number := num_experts(text) or 0) % size:
+        remedy = f"{number}: use a divisor, or set {field} to false"
+        raise ModelMismatchError(indivisible(text, "rollout.tensorParallelSize", size, "number of experts", remedy))
 
 
 def check_quantization(config: PretrainedConfig, quantization: Quantization | None) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.weights.buckets import Bucket
+
+UNREAD: Final = "unread"
+"""Key of the names that a worker's loaders did not read, beside the fields of its receipt."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ def verify(sent: Receipt, received: Sequence[Receipt]) -> None:
             raise WeightSyncError(
                 f"rollout replica {replica} has other weights than the trainer: {_difference(sent, receipt)}"
             )
+
+
+def read_by_none(unread: Sequence[Collection[str]]) -> list[str]:
+    """Return the weights that no worker of an engine read, given those that each worker did not read."""
+    first, *others = unread
+    left = set(first).intersection(*others)
+    return [name for name in first if name in left]
 
 
 def receipt_of(version: int, buckets: Sequence[Bucket], checksums: Sequence[Tensor]) -> Receipt:

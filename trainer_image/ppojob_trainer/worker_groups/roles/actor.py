@@ -86,7 +86,7 @@ class ActorWorker(EngineWorker):
             ModelMismatchError: the model does not fit the job, or cannot be divided as the spec asks.
         """
         from ppojob_trainer.engines.train.model_fit import (
-            check_heads,
+            check_engine_parts,
             check_is_balanced,
             check_is_mixture,
             check_quantization,
@@ -96,8 +96,7 @@ class ActorWorker(EngineWorker):
         try_functions(self.spec.algorithm)
         self.engine.check()
         config = read_config(self.source.path, trust_remote_code=self.source.trust_remote_code)
-        # vLLM repeats key heads.
-        check_heads(config.get_text_config(), "rollout.tensorParallelSize", self.spec.rollout.tensor_parallel_size)
+        check_engine_parts(config, self.spec.rollout)
         if self.spec.rollout.routing_replay:
             check_is_mixture(config, "rollout.routingReplay", "true", "set it to false")
         check_quantization(config, self.spec.rollout.quantization)

@@ -48,6 +48,37 @@ def test_experts_of_the_trainers_own_passes_are_not_replayed() -> None:
     assert "rollout.routingReplay" in not_carried(conversion)[f"{ACTOR}.router_replay.mode"]
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("words", "divides"),
+    [
+        (["tensor_model_parallel_size=2", "expert_parallel_size=2"], True),
+        (["tensor_model_parallel_size=2", "expert_parallel_size=1"], None),
+        (["expert_parallel_size=1"], None),
+        (["tensor_model_parallel_size=1", "expert_parallel_size=1"], None),
+    ],
+)
+def test_all_gpus_of_an_engine_divide_its_experts_or_none(words: list[str], divides: bool | None) -> None:
+    conversion = converted(*GRPO, *(f"{ROLLOUT}.{word}" for word in words))
+
+    assert spec(conversion)["rollout"].get("enableExpertParallel") is divides
+    assert not_carried(conversion) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    # Over the GPUs of several engines of verl, and over an engine whose size is not given.
+    [["tensor_model_parallel_size=2", "expert_parallel_size=8"], ["expert_parallel_size=2"]],
+)
+def test_experts_over_other_gpus_than_those_of_an_engine_are_not_converted(words: list[str]) -> None:
+    conversion = converted(*GRPO, *(f"{ROLLOUT}.{word}" for word in words))
+
+    assert "enableExpertParallel" not in spec(conversion).get("rollout", {})
+    assert "see rollout.enableExpertParallel" in not_carried(conversion)[f"{ROLLOUT}.expert_parallel_size"]
+
+
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 
 
