@@ -43,6 +43,13 @@ BAD_ELASTIC = (
     BadSpec("no engine at the start",
             {**_third({"minNodes": 0, "maxNodes": 4}), _spec("placement", "rollout"): ["spot"]},
             "spec.pools[2].elastic.minNodes", "no pool would generate at the start: set it to 1 or more", shows="0"),
+    BadSpec("engine over the nodes of an elastic pool",
+            {**_third(_BOUNDS), _spec("rollout"): {"tensorParallelSize": 2}},
+            "spec.rollout.tensorParallelSize", "an engine of an elastic pool has one node: use a divisor", shows="2"),
+    BadSpec("engine over the CPU nodes of an elastic pool",
+            {**_third(_BOUNDS), _spec("device"): "CPU", _spec("pools", 0, "nodes"): 2,
+             _spec("rollout"): {"tensorParallelSize": 2}},
+            "spec.rollout.tensorParallelSize", "elastic pool spot has one node: set it to 1", shows="2"),
     BadSpec("autoBalance with an elastic pool", {**_third(_BOUNDS), _spec("autoBalance"): {"enabled": True}},
             "spec.autoBalance.enabled", "spot is elastic", shows="True"),
 )  # fmt: skip

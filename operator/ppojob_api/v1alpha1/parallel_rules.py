@@ -116,16 +116,28 @@ PARALLEL_RULES = [
     ),
     Rule(
         rule=(
-            "self.rollout.tensorParallelSize == 1 || "
+            "self.rollout.tensorParallelSize == 1 || self.device == 'CPU' || "
             f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
-            "p.gpusPerNode % self.rollout.tensorParallelSize == 0)"
+            "p.gpusPerNode % self.rollout.tensorParallelSize == 0 || (!has(p.elastic) && "
+            "self.rollout.tensorParallelSize % p.gpusPerNode == 0 && "
+            f"({NODES} * p.gpusPerNode) % self.rollout.tensorParallelSize == 0))"
         ),
-        message="rollout.tensorParallelSize must divide gpusPerNode of each pool that generates",
+        message=(
+            "rollout.tensorParallelSize must divide gpusPerNode of each pool that generates, or be a multiple of it "
+            "that divides the GPUs of the pool; in an elastic pool it must divide gpusPerNode"
+        ),
         field_path=".rollout.tensorParallelSize",
     ),
     Rule(
-        rule="self.rollout.tensorParallelSize == 1 || self.device != 'CPU'",
-        message="with device CPU, a replica uses a whole node: set tensorParallelSize to 1",
+        rule=(
+            "self.rollout.tensorParallelSize == 1 || self.device != 'CPU' || "
+            f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
+            f"(!has(p.elastic) && {NODES} % self.rollout.tensorParallelSize == 0))"
+        ),
+        message=(
+            "with device CPU, rollout.tensorParallelSize must divide the nodes of each pool that generates; in an "
+            "elastic pool it must be 1"
+        ),
         field_path=".rollout.tensorParallelSize",
     ),
 ]
@@ -248,14 +260,29 @@ def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
 
 def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
     size = spec.rollout.tensor_parallel_size
-    names = spec.placement.rollout_pools
-    if size > 1 and spec.device is Device.CPU:
-        remedy = "with device CPU, a replica uses a whole node: set it to 1"
-        yield "rollout.tensorParallelSize", size, remedy
     for pool in spec.pools:
-        if pool.name in names and pool.gpus_per_node % size:
-            remedy = f"does not divide the {pool.gpus_per_node} GPUs of a node of pool {pool.name}: use a divisor"
+        if pool.name in spec.placement.rollout_pools and (remedy := _remedy_of_replicas(spec.device, pool, size)):
             yield "rollout.tensorParallelSize", size, remedy
+
+
+def _remedy_of_replicas(device: Device, pool: Pool, size: int) -> str | None:
+    """Return why a pool is not divided into replicas of `size` GPUs (CPU: nodes), and what to do; None: it is.
+
+    A replica has a part of a node, or whole nodes. In an elastic pool it has no more than one, because nodes leave.
+    """
+    node, name, is_elastic = pool.gpus_per_node, pool.name, pool.elastic is not None
+    if device is Device.CPU:
+        if is_elastic and size > 1:
+            return f"with device CPU, an engine of the elastic pool {name} has one node: set it to 1"
+        if pool.nodes % size:
+            return f"with device CPU, it does not divide the {pool.nodes} nodes of pool {name}: use a divisor"
+        return None
+    if node % size == 0 or (not is_elastic and size % node == 0 and pool.gpus % size == 0):
+        return None
+    why = f"does not divide the {node} GPUs of a node of pool {name}"
+    if is_elastic:
+        return f"{why}, and an engine of an elastic pool has one node: use a divisor"
+    return f"{why}: use a divisor, or a multiple of {node} that divides all {pool.gpus} GPUs of the pool"
 
 
 def _larger(training: Trained) -> tuple[str, int]:

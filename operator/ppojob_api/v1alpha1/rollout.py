@@ -66,7 +66,8 @@ class RolloutSpec(ApiModel):
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs per replica, on one node. The pool has as many replicas as its GPUs allow."""
+    """GPUs per replica. A multiple of gpusPerNode divides an engine over whole nodes, for models that no node holds.
+    The pool has as many replicas as its GPUs allow. With device CPU: nodes per replica, with one worker on each."""
     enable_expert_parallel: bool = False
     """For mixtures of experts: the GPUs of a replica divide the experts of each layer, and each GPU holds whole ones.
     false: each GPU holds a slice of every expert. Attention is divided by heads in both cases. Set it to true if slices
@@ -80,7 +81,7 @@ class RolloutSpec(ApiModel):
     the least memory. false keeps it, which is faster. Set it to false if gpuMemoryUtilization leaves enough memory for
     the other roles."""
     cpu_cache_gib: int = Field(default=1, ge=1, le=4096)
-    """Memory for the key-value cache of each replica with device CPU, in GiB."""
+    """With device CPU, memory for the key-value cache on each node of a replica, in GiB."""
     speculative: SpeculativeSpec | None = None
     """Draft tokens when few sequences are left, to shorten the tail of a generation; `{}` takes the defaults. Absent:
     no drafts."""

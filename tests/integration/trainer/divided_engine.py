@@ -227,7 +227,7 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
 
 def main() -> None:
     path, device, kind, *backends = sys.argv[1:]
-    is_cuda, by_experts = Device(device) is Device.CUDA, kind == EXPERTS
+    by_experts = kind == EXPERTS
     options = RolloutOptions(
         path=path,
         device=Device(device),
@@ -239,8 +239,6 @@ def main() -> None:
         enable_expert_parallel=by_experts,
         routing_replay=by_experts,
         timeout_seconds=LIMIT_S,
-        # The trainer itself gives CPU engines one worker.
-        engine_args={} if is_cuda else {"tensor_parallel_size": SIZE, "distributed_executor_backend": "mp"},
     )
     os.environ.update(environment(options, num_threads=1))
     print_seen(asyncio.run(scenario(path, options, backends)))

@@ -104,12 +104,7 @@ def main() -> None:
         tensor_parallel_size=SIZE,
         timeout_seconds=LIMIT_S,
         quantization=Quantization.FP8,
-        # The trainer itself gives CPU engines one worker.
-        engine_args={
-            "tensor_parallel_size": SIZE,
-            "distributed_executor_backend": "mp",
-            "worker_extension_cls": EXTENSION,
-        },
+        engine_args={"worker_extension_cls": EXTENSION},
     )
     os.environ.update(environment(options, num_threads=1))
     print_seen(asyncio.run(scenario(sys.argv[1], options)))

@@ -39,7 +39,7 @@ def test_a_weight_that_changes_before_one_workers_loader_is_refused(seen: dict[s
 
 def test_an_engine_whose_worker_waits_for_one_that_failed_is_lost(seen: dict[str, Any]) -> None:
     failed = seen["failed"]
-    assert "vLLM's 2 workers did not all finish ppojob_receive_weights within 10 s" in failed["says"]
+    assert "vLLM's workers (2) did not all finish ppojob_receive_weights within 10 s" in failed["says"]
     assert failed["check"] == failed["says"]
     assert failed["seconds"] < 60
 

@@ -31,8 +31,9 @@ from ppojob_trainer.worker_groups.partition import Share
 from ppojob_trainer.worker_groups.placement import place
 from ppojob_trainer.worker_groups.roles import elastic_rollout
 from ppojob_trainer.worker_groups.roles.data import DataGroup, Prompt
-from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup, Replica
+from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker, sample_seed
+from ppojob_trainer.worker_groups.roles.rollout_group import Replicas
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.stored_rows import store_rows
 from ppojob_trainer.worker_groups.table import Table
@@ -186,9 +187,9 @@ async def made(folder: Path) -> Run:
     data = DataGroup(launcher.start("data", LightData, pool, pool.bundles))
     await wait_until_up([actor, data.group])
 
-    def start(reserved: Any, rank: int) -> Replica:
+    def start(reserved: Any, rank: int) -> Replicas:
         make = partial(LightReplica, spec=job)
-        return Replica(launcher.start("rollout", make, reserved, reserved.bundles, first_rank=rank), None)
+        return Replicas(launcher.start("rollout", make, reserved, reserved.bundles, first_rank=rank))
 
     none = launcher.none_of("rollout", RolloutWorker)
     rollout = Watched(job, "spot", NodesOfPool(job, "spot"), start, none, data.keep)

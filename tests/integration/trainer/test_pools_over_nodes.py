@@ -87,13 +87,14 @@ def test_a_pools_ranks_lie_side_by_side_on_its_own_pods(
         group.kill()
 
 
-def test_engines_find_their_gpus_on_one_node(pools: dict[str, PlacedPool]) -> None:
+def test_engines_find_their_gpus_on_one_node_or_on_whole_nodes(pools: dict[str, PlacedPool]) -> None:
     pool = pools["actor"]
 
     assert [len({bundle.node_id for bundle in replica}) for replica in pool.in_replicas(2)] == [1, 1]
+    assert [len({bundle.node_id for bundle in replica}) for replica in pool.in_replicas(4)] == [2]
     assert len(pool.one_per_node()) == 2
-    with pytest.raises(PoolNotPlacedError, match="on different nodes, and a replica of 4 GPUs"):
-        pool.in_replicas(4)
+    with pytest.raises(PoolNotPlacedError, match="are on 2 nodes, and an engine of 3 GPUs"):
+        pool.in_replicas(3)
 
 
 def test_batches_between_pools_of_separate_pods_go_over_tcp(pools: dict[str, PlacedPool]) -> None:

@@ -37,12 +37,13 @@ from ppojob_trainer.worker_groups.placement import Bundle, PlacedPool
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticGroup, CriticWorker
 from ppojob_trainer.worker_groups.roles.data import DataGroup, DataWorker
-from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup, Replica
+from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup
+from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder
 from ppojob_trainer.worker_groups.roles.ref import AdaptersOff, RefGroup, RefWorker
 from ppojob_trainer.worker_groups.roles.reward import FunctionScores, RewardGroup, RewardWorker
 from ppojob_trainer.worker_groups.roles.reward_model import ModelScores, RewardModelWorker
-from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker, rollout_environment
-from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
+from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker, rollout_environment
+from ppojob_trainer.worker_groups.roles.rollout_group import Replicas, RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import EngineWorker, ModelSize, TrainedWorker, join
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.table import Table
@@ -205,11 +206,8 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
 
 def _rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: PlacedPool) -> RolloutGroup:
-    # A CPU engine uses all cores of its node, so a second one there would only compete for them.
-    single = [(bundle,) for bundle in pool.one_per_node()] if spec.device is Device.CPU else None
-    replicas = single or pool.in_replicas(spec.rollout.tensor_parallel_size)
-    started = _replicas(launcher, spec, role, pool, replicas)
-    return RolloutGroup(started.group, spec, pool.name, started.holders)
+    replicas = pool.in_replicas(spec.rollout.tensor_parallel_size, is_on_cpu=spec.device is Device.CPU)
+    return RolloutGroup(_replicas(launcher, spec, role, pool, replicas), spec, pool.name)
 
 
 def _replicas(
@@ -219,20 +217,20 @@ def _replicas(
     pool: PlacedPool,
     replicas: Sequence[Sequence[Bundle]],
     first_rank: int = 0,
-) -> Replica:
+) -> Replicas:
     """Start the processes of replicas; of each of them the first bundle has the engine's."""
-    environment, size = rollout_environment(spec, pool.name), spec.rollout.tensor_parallel_size
+    environment = rollout_environment(spec, pool.name)
     start = partial(launcher.start, pool=pool, gpu_fraction=pool.gpu_fraction, environment=environment)
-    make = partial(RolloutWorker, spec=spec, pool=pool.name)
+    make, hold = partial(RolloutWorker, spec=spec, pool=pool.name), partial(GpuHolder, spec=spec, pool=pool.name)
     group = start(role, make, bundles=[first for first, *_ in replicas], first_rank=first_rank)
     others = [bundle for _, *rest in replicas for bundle in rest]
-    first_holder = first_rank * (size - 1)
-    holders = start(f"{role}{_HOLDER}", GpuHolder, bundles=others, first_rank=first_holder) if others else None
-    return Replica(group, holders)
+    first_holder = first_rank * (len(replicas[0]) - 1)
+    holders = start(f"{role}{_HOLDER}", hold, bundles=others, first_rank=first_holder) if others else None
+    return Replicas(group, holders, len({bundle.node_id for bundle in replicas[0]}))
 
 
 def _elastic_rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: str, data: DataGroup) -> RolloutGroup:
-    def start(place: PlacedPool, rank: int) -> Replica:
+    def start(place: PlacedPool, rank: int) -> Replicas:
         return _replicas(launcher, spec, role, place, [place.bundles], rank)
 
     none = launcher.none_of(role, RolloutWorker)

@@ -48,7 +48,12 @@ from ppojob_trainer.engines.train.model_fit import (
 from ppojob_trainer.main.memory_fit import engine_weights
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
-from ppojob_trainer.planning.traffic import bytes_of_push, network_bytes, network_bytes_of_push
+from ppojob_trainer.planning.traffic import (
+    bytes_of_push,
+    network_bytes,
+    network_bytes_of_generation,
+    network_bytes_of_push,
+)
 from ppojob_trainer.planning.work import Measured
 
 __all__ = ["Seconds", "TimedRun", "Workload", "idle_shares", "seconds_of", "waits_of_update", "workload_of"]
@@ -151,7 +156,7 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
         expert_bytes=expert_bytes,
         host_bytes={phase: size for phase, size in copied.items() if size},
         prefetched=prefetched | {Phase.UPDATE_WEIGHTS: network_bytes_of_push(spec, measured["actor"])},
-        awaited=awaited,
+        awaited=awaited | {Phase.GENERATE: network_bytes_of_generation(spec, roles["actor"].config)},
     )
 
 

@@ -20,6 +20,7 @@ from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
+from ppojob_trainer.planning.network import from_other_hosts
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.planning.work import Measured, Traffic
 from ppojob_trainer.protocol import FIELDS, Keys
@@ -27,7 +28,14 @@ from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_upda
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
 from ppojob_trainer.worker_groups.roles.ref import RefWorker
 
-__all__ = ["Link", "bytes_of_push", "links_of", "network_bytes", "network_bytes_of_push"]
+__all__ = [
+    "Link",
+    "bytes_of_push",
+    "links_of",
+    "network_bytes",
+    "network_bytes_of_generation",
+    "network_bytes_of_push",
+]
 
 _BFLOAT16: Final = 2
 _ROLLOUT: Final = (Keys.INPUT_IDS, Keys.RESPONSE_MASK, Keys.ROLLOUT_LOG_PROBS)
@@ -49,8 +57,9 @@ class Link:
 
 
 def links_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Mapping[str, Measured]) -> list[Link]:
-    """Return the traffic of a step: weights, batch, and each role's collectives."""
-    return [*_weights(spec, measured["actor"]), _batch(spec, roles), *_collectives(spec, roles, measured)]
+    """Return the traffic of a step: weights, batch, each role's collectives, and those of engines over hosts."""
+    engines = _engines(spec, roles["actor"].config)
+    return [*_weights(spec, measured["actor"]), _batch(spec, roles), *_collectives(spec, roles, measured), *engines]
 
 
 def bytes_of_push(spec: PPOJobSpec, actor: Measured) -> int:
@@ -79,6 +88,33 @@ def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
     """Return the same of a push: the most of gathering the weights, and of sending them to an engine."""
     gathered = _gathered_from_other_hosts(spec, actor)
     return max([gathered, *(link.from_other_hosts for link in _weights(spec, actor))])
+
+
+def network_bytes_of_generation(spec: PPOJobSpec, config: PretrainedConfig) -> float:
+    """Return the same of a generation, which waits for it: the most of any pool."""
+    return max((link.from_other_hosts for link in _engines(spec, config)), default=0.0)
+
+
+def _engines(spec: PPOJobSpec, config: PretrainedConfig) -> list[Link]:
+    """Return what the engines reduce and gather that are on several hosts: vLLM's tensor parallelism, in bfloat16.
+
+    A layer reduces the results of attention and MLP, the embedding its rows, and the output layer gathers the logits.
+    """
+    text: Any = config.get_text_config()
+    pools, parts = [spec.pool(name) for name in spec.placement.rollout_pools], spec.rollout.tensor_parallel_size
+    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt / sum(pool.gpus // parts for pool in pools)
+    length = spec.data.max_prompt_length + spec.data.max_response_length
+    reduced = _BFLOAT16 * rows * length * text.hidden_size * (2 * text.num_hidden_layers + 1)
+    gathered = _BFLOAT16 * rows * spec.data.max_response_length * text.vocab_size
+    found = []
+    for pool in pools:
+        if parts > pool.gpus_per_node:
+            group = range(parts)
+            outside = from_other_hosts("all_reduce", reduced, group, 0, pool.gpus_per_node)
+            outside += from_other_hosts("all_gather", gathered, group, 0, pool.gpus_per_node)
+            received = (2 * reduced + gathered) * (parts - 1) / parts
+            found.append(Link("engines", "between the GPUs of each engine", received, pool.gpus, outside))
+    return found
 
 
 def _gathered_from_other_hosts(spec: PPOJobSpec, actor: Measured) -> float:

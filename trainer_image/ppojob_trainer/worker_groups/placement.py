@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -80,19 +81,28 @@ class PlacedPool:
         first = {bundle.node_id: bundle for bundle in reversed(self.bundles)}
         return tuple(bundle for bundle in self.bundles if first[bundle.node_id] is bundle)
 
-    def in_replicas(self, size: int) -> tuple[tuple[Bundle, ...], ...]:
-        """Return the bundles in groups of `size`, each on one node.
+    def in_replicas(self, size: int, *, is_on_cpu: bool = False) -> tuple[tuple[Bundle, ...], ...]:
+        """Return the bundles of each replica: `size` of them on one node, or all bundles of some nodes.
+
+        Args:
+            is_on_cpu: a replica has one bundle on each of `size` nodes, because an engine uses all cores of its node.
+                On one machine (`ppojob run`), where a node stands for all nodes of the pool, they are on that node.
 
         Raises:
-            PoolNotPlacedError: a group would span nodes.
+            PoolNotPlacedError: a replica would have a part of a node beside another node, or unequal parts.
         """
-        replicas = tuple(self.bundles[first : first + size] for first in range(0, len(self.bundles), size))
+        bundles = self.one_per_node() if is_on_cpu else self.bundles
+        if is_on_cpu and len(bundles) == 1:
+            bundles = self.bundles[:size]
+        replicas = tuple(bundles[first : first + size] for first in range(0, len(bundles), size))
         for replica in replicas:
-            if len({bundle.node_id for bundle in replica}) > 1:
+            parts = Counter(bundle.node_id for bundle in replica)
+            if len(replica) < size or len(set(parts.values())) > 1:
                 numbers = ", ".join(str(bundle.index) for bundle in replica)
                 raise PoolNotPlacedError(
-                    f"bundles {numbers} of pool {self.name} are on different nodes, and a replica of {size} GPUs needs "
-                    "them on one: let gpusPerNode of the pool be a multiple of rollout.tensorParallelSize"
+                    f"the bundles {numbers} of pool {self.name} are on {len(parts)} nodes, and an engine of {size} "
+                    "GPUs needs them on one node, or as many on each of its nodes: let rollout.tensorParallelSize "
+                    "divide gpusPerNode, or be a multiple of it that divides the pool's GPUs"
                 )
         return replicas
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
-from ppojob_trainer.planning.traffic import links_of
-from ppojob_trainer.planning.work import Measured, Traffic, Work
-from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, VOCABULARY, job, write_config, write_experts
-from tests.unit.trainer.planning.measured import measure
+from ppojob_trainer.planning.work import Measured, Work
+from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config, write_experts
+from tests.unit.trainer.planning.measured import measure, measure_parameters
 from tests.unit.trainer.planning.stubs import H200, MB, plan, stub
 
 
@@ -191,62 +189,6 @@ def test_each_writer_of_an_export_holds_one_file(
     assert _exported(spec, int(num_parameters), per_node) == files_of_a_host * 5e9
 
 
-def measure_parameters(folder: Path) -> int:
-    found = plan_job(job(write_config(folder)), {"all": H200}, runner=measure)
-    return found.roles["actor"].measured.num_parameters
-
-
-def test_traffic_by_hand(tmp_path: Path) -> None:
-    found = plan(tmp_path)
-    roles = {name: one.role for name, one in found.roles.items()}
-    links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
-    weights, batch = links
-    # An engine on each of the two GPUs gets 100 parameters in bfloat16.
-    assert (weights.way, weights.bytes_each, weights.number) == ("on a GPU (CUDA IPC)", 200, 2)
-
-    # 32 responses of 64 tokens. Fetched: sequences by five phases; rollout's log-probs with the actor's; advantages and
-    # old log-probs by the actor's update; values and returns by the critic's. Stored: prompts, sequences, 7 columns.
-    def column(tokens: int, size: int) -> int:
-        return 32 * (tokens * size + 8)
-
-    sequences, floats = column(128, 4) + column(64, 1), column(64, 4)
-    assert batch.bytes_each == 5 * sequences + 5 * floats + column(64, 4) + sequences + 7 * floats
-
-
-@pytest.mark.parametrize("method", ["Truncate", "Bypass"])
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str, int] | None, method: str) -> None:
-    """With adapters and without a model of the reference, the actor without adapters is the reference."""
-
-    def gathering(work: Work) -> Measured:
-        return replace(stub(work), traffic=Traffic(Counter(gather=7)), update_traffic=Traffic(Counter(gather=11)))
-
-    model = {"actor": {"path": write_config(tmp_path), "lora": lora}}
-    algorithm = {"rolloutCorrection": {"method": method}}
-    found = plan_job(job(write_config(tmp_path), model=model, algorithm=algorithm), {"all": H200}, runner=gathering)
-    roles = {name: one.role for name, one in found.roles.items()}
-    links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
-    (gathered,) = [link.bytes_each for link in links if link.what == "actor: gather"]
-    # Two micro-batches of 8 sequences of 128 tokens on each of two ranks.
-    assert gathered == 2 * 7 * ((method != "Bypass") + (lora is not None)) + 2 * 11
-    assert ("ref" in roles) == (lora is None)
-
-
-@pytest.mark.parametrize(("num_experts", "size"), [(256, 1), (257, 2)])
-def test_recorded_experts_are_fetched_and_stored(tmp_path: Path, num_experts: int, size: int) -> None:
-    """By the actor's log-probs and its update, of all tokens but the last, in both layers."""
-
-    def batch(**rollout: object) -> float:
-        found = plan(tmp_path, model={"actor": {"path": path}}, rollout=rollout)
-        roles = {name: one.role for name, one in found.roles.items()}
-        links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
-        return next(link.bytes_each for link in links if link.what == "batch")
-
-    path = write_experts(tmp_path / "mixture", num_experts=num_experts, num_experts_per_tok=3, num_hidden_layers=2)
-    column = 32 * ((128 - 1) * 2 * 3 * size + 8)
-    assert batch(routingReplay=True) - batch() == 3 * column
-
-
 def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
     """A run predicts itself; twice the operations take about twice as long."""
     found = plan(tmp_path)
@@ -281,41 +223,6 @@ def test_an_update_has_three_times_the_operations_of_a_pass_and_what_is_computed
     assert adapters["update_critic"] == 3 * plain["values"]
     # 32 sequences of 128 tokens: 2 operations for each parameter, and for each pair 2 x layers x width.
     assert plain["values"] == 2 * 1e9 * 32 * 128 + 2 * 3 * 128 * 32 * 128**2
-
-
-@pytest.mark.parametrize(("actors", "way"), [(1, "from actor rank 0 (NCCL)"), (4, "from 2 actor ranks (NCCL)")])
-def test_gpus_of_a_divided_engine_in_another_pool_get_their_part_of_the_weights(
-    tmp_path: Path, actors: int, way: str
-) -> None:
-    spec = job(
-        write_config(tmp_path),
-        pools=[{"name": "all", "gpusPerNode": actors}, {"name": "engines", "gpusPerNode": 4}],
-        placement={"actor": "all", "rollout": ["engines"]},
-        rollout={"tensorParallelSize": 2},
-    )
-    found = plan_job(spec, {"all": H200, "engines": H200}, runner=measure)
-    [weights] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "weights"]
-    assert weights["way"] == way
-    # In bfloat16; each of four GPUs gets a half.
-    assert (weights["bytes_each"], weights["number"]) == (found.roles["actor"].measured.num_parameters, 4)
-
-
-def test_with_adapters_a_push_has_what_they_change_if_engines_keep_the_rest(tmp_path: Path) -> None:
-    path = write_config(tmp_path)
-
-    def sent(target: str, *, sleep: bool) -> float:
-        actor = {"path": path, "lora": {"rank": 4, "targetModules": [target]}}
-        found = plan_job(job(path, model={"actor": actor}, rollout={"sleep": sleep}), {"all": H200}, runner=measure)
-        [weights] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "weights"]
-        return float(weights["bytes_each"])
-
-    # In bfloat16: all layers of a module with adapters, because engines fuse some. Four heads, two of keys and values.
-    keys, intermediate = HIDDEN // 2, 512
-    queries_and_outputs, biases = 2 * HIDDEN * HIDDEN, HIDDEN + 2 * keys
-    assert sent("q_proj", sleep=False) == 2 * LAYERS * (queries_and_outputs + 2 * HIDDEN * keys + biases)
-    assert sent("down_proj", sleep=False) == 2 * LAYERS * 3 * HIDDEN * intermediate
-    # Engines that sleep need everything again, but no adapters.
-    assert sent("q_proj", sleep=True) == 2 * measure_parameters(tmp_path)
 
 
 def test_the_report_of_divided_experts_says_what_it_assumes(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.worker_groups.roles import weights
-from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder
+from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from tests.unit.trainer.worker_groups.fake_processes import Processes, receipt
 
 

@@ -16,7 +16,7 @@ from ppojob_trainer.worker_groups.errors import (
 )
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
-from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
+from ppojob_trainer.worker_groups.roles.rollout_group import Replicas, RolloutGroup
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
 
@@ -52,9 +52,11 @@ def as_group(processes: Processes) -> WorkerGroup[Any]:
 
 def group_of(spec: PPOJobSpec, replicas: Processes, holders: Processes | None = None) -> RolloutGroup:
     """Those of the rollout's own pool."""
-    return RolloutGroup(
-        as_group(replicas), spec, spec.placement.rollout_pools[0], None if holders is None else as_group(holders)
-    )
+    return RolloutGroup(replicas_of(replicas, holders), spec, spec.placement.rollout_pools[0])
+
+
+def replicas_of(replicas: Processes, holders: Processes | None = None, num_nodes: int = 1) -> Replicas:
+    return Replicas(as_group(replicas), None if holders is None else as_group(holders), num_nodes)
 
 
 def spec_of(placement: dict[str, Any]) -> PPOJobSpec:

@@ -19,8 +19,9 @@ from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.worker_groups.elastic_nodes import EnginePlace, FoundNodes, NodesOfPool
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError, WorkerFailedError, WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.roles import elastic_rollout
-from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup, Replica
+from ppojob_trainer.worker_groups.roles.elastic_rollout import ElasticRolloutGroup
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
+from ppojob_trainer.worker_groups.roles.rollout_group import Replicas
 from ppojob_trainer.worker_groups.roles.weights import WeightsGroup
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from tests.unit.trainer.worker_groups.fake_processes import actor, as_group, receipt
@@ -75,7 +76,7 @@ class _Reserved:
         self.nodes.released.append(self.place)
 
 
-class Replicas:
+class AllReplicas:
     """All replicas of a role. answers: of a method, by rank; an exception is raised."""
 
     def __init__(self) -> None:
@@ -84,8 +85,8 @@ class Replicas:
         self.arguments: dict[Any, Any] = {}
         self.killed: list[int] = []
 
-    def start(self, reserved: Any, rank: int) -> Replica:
-        return Replica(cast("WorkerGroup[RolloutWorker]", Some(self, [rank])), None)
+    def start(self, reserved: Any, rank: int) -> Replicas:
+        return Replicas(cast("WorkerGroup[RolloutWorker]", Some(self, [rank])))
 
 
 class Some:
@@ -93,7 +94,7 @@ class Some:
 
     role = "rollout"
 
-    def __init__(self, replicas: Replicas, ranks: list[int]) -> None:
+    def __init__(self, replicas: AllReplicas, ranks: list[int]) -> None:
         self._replicas, self.ranks = replicas, ranks
 
     def __len__(self) -> int:
@@ -128,13 +129,13 @@ class Some:
 @dataclass
 class Pool:
     nodes: Nodes
-    replicas: Replicas
+    replicas: AllReplicas
     rollout: ElasticRolloutGroup
     kept: list[Any] = field(default_factory=list)
 
 
 def pool_of(min_nodes: int = 1, *places: EnginePlace) -> Pool:
-    nodes, replicas = Nodes(list(places)), Replicas()
+    nodes, replicas = Nodes(list(places)), AllReplicas()
     kept: list[Any] = []
 
     async def keep(table: Any) -> Any:

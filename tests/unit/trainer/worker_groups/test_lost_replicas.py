@@ -28,6 +28,7 @@ from tests.unit.trainer.worker_groups.fake_processes import (
     group_of,
     places_told,
     receipt,
+    replicas_of,
     spec_of,
 )
 
@@ -49,7 +50,7 @@ async def test_an_engine_that_was_lost_is_reported_and_left_out_from_then_on(
     engines = Processes(
         2, {RolloutWorker.load: lambda: ["capacity 0", "capacity 1"], RolloutWorker.collect: raising(failure)}
     )
-    rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+    rollout = RolloutGroup(replicas_of(engines), spec_of({"actor": "train"}), "train")
     await rollout.load()
     assert rollout.engines == {0: "capacity 0", 1: "capacity 1"}
 
@@ -70,7 +71,7 @@ async def test_an_engine_that_was_lost_is_reported_and_left_out_from_then_on(
 )
 async def test_another_failure_is_no_loss(failure: WorkerGroupError) -> None:
     rollout = RolloutGroup(
-        as_group(Processes(2, {RolloutWorker.collect: raising(failure)})), spec_of({"actor": "train"}), "train"
+        replicas_of(Processes(2, {RolloutWorker.collect: raising(failure)})), spec_of({"actor": "train"}), "train"
     )
 
     with pytest.raises(type(failure)) as found:
@@ -125,7 +126,7 @@ async def test_an_engine_that_was_lost_while_it_was_idle_is_found_before_a_push(
 ) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     gone = Processes(2, {RolloutWorker.check: raising(failure)})
-    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
+    shared = RolloutGroup(replicas_of(gone, holders), spec, "write")
     own = group_of(spec, replicas, holders)
     weights = WeightsGroup(as_group(actor()), [own, shared], spec)
 
@@ -141,7 +142,7 @@ async def test_an_engine_that_was_lost_while_it_was_idle_is_found_before_a_push(
 async def test_an_engine_that_is_lost_before_it_sleeps_fails_nothing() -> None:
     failure = failed(EngineLostError("vLLM's engine exited before it slept"))
     rollout = RolloutGroup(
-        as_group(Processes(2, {RolloutWorker.sleep: raising(failure)})), spec_of({"actor": "train"}), "train"
+        replicas_of(Processes(2, {RolloutWorker.sleep: raising(failure)})), spec_of({"actor": "train"}), "train"
     )
 
     await rollout.begin(1, is_validation=False).end()
@@ -173,7 +174,7 @@ async def test_an_engine_that_is_lost_while_it_wakes_up_costs_no_attempt(replica
 async def test_a_pool_that_lost_all_its_engines_gets_no_weights(replicas: Processes, holders: Processes) -> None:
     spec = spec_of({"actor": "train", "critic": "write", "rollout": ["train", "write"]})
     gone = Processes(2, {})
-    shared = RolloutGroup(as_group(gone), spec, "write", as_group(holders))
+    shared = RolloutGroup(replicas_of(gone, holders), spec, "write")
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
     for rank in (0, 1):
         shared.lose(rank, LOST)

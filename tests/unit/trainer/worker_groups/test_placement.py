@@ -91,9 +91,29 @@ def test_a_replica_of_several_gpus_has_bundles_of_one_node() -> None:
     assert [len(replica) for replica in placed("a", "b").in_replicas(1)] == [1, 1]
 
 
-def test_a_replica_over_nodes_is_refused_by_its_bundles() -> None:
-    with pytest.raises(PoolNotPlacedError, match=r"bundles 0, 1 of pool big are on different nodes.*replica of 2 GPUs"):
-        placed("a", "b", "b", "b").in_replicas(2)
+def test_a_replica_over_nodes_has_all_bundles_of_each() -> None:
+    replicas = placed("a", "a", "b", "b", "c", "c", "d", "d").in_replicas(4)
+
+    assert [[bundle.node_id for bundle in replica] for replica in replicas] == [[*"aabb"], [*"ccdd"]]
+
+
+@pytest.mark.parametrize("nodes", [["a", "b", "b"], ["a", "b", "b", "b", "c", "c"]])
+def test_a_replica_with_unequal_parts_on_its_nodes_is_refused_by_its_bundles(nodes: list[str]) -> None:
+    with pytest.raises(PoolNotPlacedError, match=r"bundles 0, 1, 2 of pool big are on 2 nodes.*an engine of 3 GPUs"):
+        placed(*nodes).in_replicas(3)
+
+
+def test_on_cpus_a_replica_has_one_bundle_on_each_node() -> None:
+    replicas = placed("a", "a", "b", "b", "c", "c", "d", "d").in_replicas(2, is_on_cpu=True)
+
+    assert [[bundle.index for bundle in replica] for replica in replicas] == [[0, 2], [4, 6]]
+
+
+def test_on_one_machine_all_workers_of_a_replica_on_cpus_are_on_the_one_node() -> None:
+    one = placed("a", "a", "a", "a")
+
+    assert [[bundle.index for bundle in replica] for replica in one.in_replicas(2, is_on_cpu=True)] == [[0, 1]]
+    assert [[bundle.index for bundle in replica] for replica in one.in_replicas(1, is_on_cpu=True)] == [[0]]
 
 
 REWARD_MODEL = {"actor": {"path": "/m"}, "reward": {"path": "/rm"}}

@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 
 from ppojob_trainer.engines.errors import WeightSyncError
-from ppojob_trainer.engines.rollout.options import Drafts
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
+from ppojob_trainer.engines.rollout.options import Capacity, Drafts
 from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder, NodePart
 from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
 from ppojob_trainer.worker_groups.roles.trained import TrainedWorker
@@ -23,19 +25,41 @@ from tests.unit.trainer.worker_groups.fake_processes import (
     group_of,
     places_told,
     receipt,
+    replicas_of,
     spec_of,
 )
 
 
 async def test_a_replica_receives_its_holders_gpus(replicas: Processes, holders: Processes) -> None:
-    rollout = RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train", as_group(holders))
+    rollout = RolloutGroup(replicas_of(replicas, holders), spec_of({"actor": "train"}), "train")
     await rollout.begin_load()
-    assert replicas.calls[RolloutWorker.begin_load] == [["1"], ["3"]]
+    assert replicas.calls[RolloutWorker.begin_load] == [NodePart(["1"]), NodePart(["3"])]
+    assert GpuHolder.begin_load not in holders.calls
 
 
 async def test_a_replica_with_one_gpu_receives_no_others(replicas: Processes) -> None:
-    await RolloutGroup(as_group(replicas), spec_of({"actor": "train"}), "train").begin_load()
-    assert replicas.calls[RolloutWorker.begin_load] == [[], []]
+    await RolloutGroup(replicas_of(replicas), spec_of({"actor": "train"}), "train").begin_load()
+    assert replicas.calls[RolloutWorker.begin_load] == [NodePart([]), NodePart([])]
+
+
+async def test_of_a_replica_of_two_nodes_the_first_process_of_each_starts_the_part_there(replicas: Processes) -> None:
+    # Two replicas of four GPUs, two on each node.
+    holders = Processes(6, {GpuHolder.visible_gpu: lambda: ["1", "0", "1", "3", "2", "3"]})
+    first, other = (EngineNode(0, 2, f"10.0.0.{number}", 1, 2, "token") for number in (1, 2))
+    replicas.answers[RolloutWorker.meet] = lambda num_nodes: [first, other]
+    replicas.answers[RolloutWorker.load] = lambda: [Capacity(8, 64)] * 2
+    rollout = RolloutGroup(replicas_of(replicas, holders, num_nodes=2), spec_of({"actor": "train"}), "train")
+
+    await rollout.begin_load()
+    await rollout.load()
+
+    assert replicas.calls[RolloutWorker.begin_load] == [NodePart(["1"], first), NodePart(["3"], other)]
+    second, other_second = replace(first, index=1), replace(other, index=1)
+    assert holders.calls[GpuHolder.begin_load] == [
+        None, NodePart(["1"], second), None, None, NodePart(["3"], other_second), None,
+    ]  # fmt: skip
+    assert GpuHolder.load in holders.calls, "its workers on the other nodes may fail"
+    assert rollout.workers_per_replica == 4
 
 
 async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(
@@ -118,7 +142,7 @@ async def test_engines_in_a_pool_that_is_shared_have_other_senders_than_those_on
     order: list[tuple[str, str]] = []
     for name, processes in (("own", replicas), ("shared", shared)):
         processes.answers[RolloutWorker.wake] = lambda tag, name=name: order.append((name, tag))
-    groups = [group_of(spec, replicas, holders), RolloutGroup(as_group(shared), spec, "write", as_group(holders))]
+    groups = [group_of(spec, replicas, holders), RolloutGroup(replicas_of(shared, holders), spec, "write")]
     weights = WeightsGroup(as_group(actor()), groups, spec)
 
     await weights.connect()
@@ -147,7 +171,7 @@ async def test_other_weights_in_a_pool_that_is_shared_are_seen(replicas: Process
         ],
         RolloutWorker.connect_weights: lambda places: [[{}, {}], [{}, {}]],
     }
-    shared = RolloutGroup(as_group(Processes(2, answers)), spec, "write", as_group(holders))
+    shared = RolloutGroup(replicas_of(Processes(2, answers), holders), spec, "write")
     weights = WeightsGroup(as_group(actor()), [group_of(spec, replicas, holders), shared], spec)
 
     with pytest.raises(WeightSyncError):
@@ -167,7 +191,7 @@ async def test_engines_beside_a_role_that_trains_sleep_at_the_end_of_a_generatio
 ) -> None:
     engines = Processes(2, {})
 
-    await RolloutGroup(as_group(engines), spec_of(placement), pool).begin(1, is_validation=is_validation).end()
+    await RolloutGroup(replicas_of(engines), spec_of(placement), pool).begin(1, is_validation=is_validation).end()
 
     assert (RolloutWorker.sleep in engines.calls) is (shares and not is_validation)
 
@@ -176,7 +200,7 @@ async def test_a_replica_gets_its_prompts_under_their_numbers_and_reports_some_o
     rows = StoredRows({}, 2, {Keys.RESPONSE_MASK: [3.0, 5.0]}, {})
     collected = Collected((7, 4), rows, Drafts(num_steps=6, num_drafted=2, num_accepted=3))
     engines = Processes(2, {RolloutWorker.collect: lambda num_rows: collected if num_rows == 2 else None})
-    rollout = RolloutGroup(as_group(engines), spec_of({"actor": "train"}), "train")
+    rollout = RolloutGroup(replicas_of(engines), spec_of({"actor": "train"}), "train")
     generating = rollout.begin(3, is_validation=False)
     prompts = cast("Table", object())
 

@@ -3,7 +3,7 @@
 Called by the rollout role, in an event loop. A child process of vLLM computes; this object sends requests and weights
 to it. It refuses to generate without weights, and to receive weights while it generates, unless its options let it
 update them in flight: then vLLM pauses between two of its steps, and the unfinished responses continue with the new
-weights (`weight_changes`).
+weights (`weight_changes`). An engine of several nodes has `follower`s on the others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import itertools
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from vllm import RequestOutput
@@ -30,11 +28,10 @@ from ppojob_trainer.engines.errors import (
     RolloutError,
     WeightReceiptError,
 )
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, Followers, Loss, free_port
 from ppojob_trainer.engines.rollout.generation import Generation
+from ppojob_trainer.engines.rollout.gpu_gate import GpuGate
 from ppojob_trainer.engines.rollout.options import (
-    GPU_FREE_FILE,
-    GPU_WORKER,
-    OWNER,
     SCHEDULER,
     WORKER_FAILURE,
     Capacity,
@@ -44,7 +41,7 @@ from ppojob_trainer.engines.rollout.options import (
 from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu
 from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
 from ppojob_trainer.engines.rollout.stop_strings import is_known
-from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
+from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments, prepare_process
 from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import WeightLink
@@ -80,28 +77,32 @@ class RolloutEngine:
         self._has_weights = True
         self._finds_stops = False
         """Whether the scheduler looks for stop strings."""
-        self._loss: str | None = None
-        """Why vLLM's processes cannot be used any more, though they run."""
+        self._lost = Loss()
         # vLLM labels a response with the number of the update that it ended after: the position in this list.
         self._versions = [self.weights_version]
-        self._folder = tempfile.TemporaryDirectory(prefix="ppojob-rollout-")
+        self._gate = GpuGate()
+        self._followers = Followers(self._lost.record)
+        self._node: EngineNode | None = None
 
     def signal_gpu_free(self) -> None:
-        """Let a waiting `start` on CUDA continue: the other roles' models are loaded and idle.
+        """Let a waiting `start` on CUDA continue: the other roles' models are loaded and idle."""
+        self._gate.open()
 
-        vLLM allocates its share of the GPU's whole memory, and refuses to start if less is free.
+    async def meet(self, address: str, num_nodes: int) -> EngineNode:
+        """Prepare to `start` an engine of several nodes, of which this is the first one; return it.
+
+        Args:
+            address: under which the others reach this one.
         """
-        self._gpu_free_file.touch()
+        watch_port, token = await self._followers.listen(address), self._followers.token
+        self._node = EngineNode(0, num_nodes, address, free_port(address), watch_port, token)
+        return self._node
 
     def capacity(self) -> Capacity:
         """Return what the engine computes at the same time; it must have started."""
         config = self._running().vllm_config
         cache, scheduler = config.cache_config, config.scheduler_config
         return Capacity(scheduler.max_num_seqs, (cache.num_gpu_blocks or 0) * (cache.block_size or 0))
-
-    @property
-    def _gpu_free_file(self) -> Path:
-        return Path(self._folder.name) / "gpu-is-free"
 
     async def start(self, *, waits_for_gpu: bool = False) -> None:
         """Load the model and make the engine ready; 20 to 60 s.
@@ -114,15 +115,12 @@ class RolloutEngine:
                 GPU does not have the format of `rollout.quantization`.
             RolloutError: vLLM could not start; the cause is chained.
         """
-        # Inductor moves Triton's kernel folder when it compiles, but not when it loads cached code. vLLM would then
-        # look for its kernels in the wrong folder and compile them again, which takes ten seconds.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-        arguments = checked_arguments(self.options)
+        prepare_process(None if self._node is None else self._node.address)
+        arguments = checked_arguments(self.options, self._node)
         if self.options.quantization is not None:
             check_gpu(self.options.quantization)
         if waits_for_gpu and self.options.device is Device.CUDA:
-            os.environ |= {GPU_FREE_FILE: str(self._gpu_free_file), OWNER: str(os.getpid())}
-            arguments.worker_cls = GPU_WORKER
+            self._gate.hold(arguments)
         try:
             # It blocks for long; the event loop must serve the owner's other calls meanwhile.
             self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
@@ -263,7 +261,7 @@ class RolloutEngine:
     @property
     def loss(self) -> str | None:
         """Why this engine was given up while vLLM's processes run, so that its streams end with no error."""
-        return self._loss
+        return self._lost.reason
 
     def check(self) -> None:
         """Find out whether the engine still runs.
@@ -271,8 +269,7 @@ class RolloutEngine:
         Raises:
             EngineLostError: one of its processes exited, or did not answer in time.
         """
-        if self._loss is not None:
-            raise EngineLostError(self._loss)
+        self._lost.check()
         if self._running().errored:
             raise EngineLostError("vLLM's engine exited while it was idle")
 
@@ -281,9 +278,14 @@ class RolloutEngine:
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
+        self._followers.close()
         # In this thread: vLLM's task that reads answers must be cancelled before it sees the child exit.
         llm.shutdown()
-        self._folder.cleanup()
+        self._gate.remove()
+
+    async def _cause_of(self, seen: str) -> str:
+        """Return why vLLM's engine exited: `seen`, or the end of another node that led to it."""
+        return seen if self._node is None else await self._lost.cause_of(seen)
 
     async def _one(self, index: int, prompt: list[int], seed: int, sampling: SamplingOptions) -> tuple[int, Generation]:
         request_id = f"ppojob-{next(self._request_ids)}"
@@ -296,7 +298,7 @@ class RolloutEngine:
             ):
                 final = output
         except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited: {error}") from error
+            raise EngineLostError(await self._cause_of(f"vLLM's engine exited: {error}")) from error
         except (EngineGenerateError, ValueError) as error:
             raise RolloutError(f"vLLM failed at prompt {index} of {len(prompt)} tokens: {error}") from error
         if final is None:
@@ -328,12 +330,12 @@ class RolloutEngine:
             raise
         except TimeoutError as error:
             # vLLM waits for all of its workers, so it would answer no later call.
-            self._loss = (
+            self._lost.record(
                 f"vLLM's workers ({self.options.tensor_parallel_size}) did not all finish {method} within "
                 f"{limit_s:g} s, so this engine is given up: this role's log has the error if one of them failed; if "
                 "the transfer is only slow, raise trainer.phaseTimeoutSeconds"
             )
-            raise EngineLostError(self._loss) from error
+            raise EngineLostError(f"{self._lost.reason}") from error
         except Exception as error:
             # vLLM passes a worker's failure on as a plain Exception with the worker's message.
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
@@ -357,12 +359,13 @@ class RolloutEngine:
         try:
             while not (await asyncio.wait([answer], timeout=min(_POLL_S, max(0.0, end - time.monotonic()))))[0]:
                 if llm.errored:
-                    raise EngineLostError(f"vLLM's engine exited before it {what}")
+                    raise EngineLostError(await self._cause_of(f"vLLM's engine exited before it {what}"))
+                self._lost.check()
                 if time.monotonic() >= end:
                     raise TimeoutError
             return answer.result()
         except EngineDeadError as error:
-            raise EngineLostError(f"vLLM's engine exited before it {what}: {error}") from error
+            raise EngineLostError(await self._cause_of(f"vLLM's engine exited before it {what}: {error}")) from error
         finally:
             answer.cancel()
 

@@ -83,10 +83,10 @@ class SamplingOptions:
 class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
-    tensor_parallel_size: GPUs of the replica; its process must see all of them before it starts.
-    enable_expert_parallel: they divide the experts of each layer, and not each expert; on CUDA only. updates_in_flight:
-    its weights may change while it generates. routing_replay: it records the experts of each token. quantization: of
-    its linear layers.
+    tensor_parallel_size: GPUs of the replica, on the CPU its workers; its process must see all GPUs of its node before
+    it starts. enable_expert_parallel: they divide the experts of each layer, and not each expert; on CUDA only.
+    updates_in_flight: its weights may change while it generates. routing_replay: it records the experts of each token.
+    quantization: of its linear layers.
     """
 
     path: str
@@ -234,9 +234,10 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if is_cuda:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = options.sleeps
+    if is_cuda or options.tensor_parallel_size > 1:
         arguments |= {
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "enable_sleep_mode": options.sleeps,
             "tensor_parallel_size": options.tensor_parallel_size,
             "enable_expert_parallel": options.enable_expert_parallel,
             # Inside a placement group of more than one worker, vLLM would choose its Ray executor.

@@ -1,21 +1,37 @@
-"""Makes vLLM's arguments from a replica's options, and checks those that the user gives."""
+"""Makes vLLM's arguments from a replica's options, checks those that the user gives, and prepares the process."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 
 import vllm
 from vllm import AsyncEngineArgs
 
 from ppojob_api.v1alpha1.engine_rules import SCHEDULING_ARGS
 from ppojob_trainer.engines.errors import EngineArgumentError
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
 from ppojob_trainer.engines.rollout.options import SCHEDULER, RolloutOptions, engine_arguments
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 
 
-def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
-    """Return vLLM's arguments.
+def prepare_process(address: str | None = None) -> None:
+    """Set what vLLM's processes, which this one starts, read from the environment.
+
+    Args:
+        address: under which the other nodes of the engine reach this one, if there are any.
+    """
+    # Inductor moves Triton's kernel folder when it compiles, but not when it loads cached code. vLLM would then look
+    # for its kernels in the wrong folder and compile them again, which takes ten seconds.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    if address is not None:
+        os.environ["VLLM_HOST_IP"] = address
+
+
+def checked_arguments(options: RolloutOptions, node: EngineNode | None = None) -> AsyncEngineArgs:
+    """Return vLLM's arguments; `node`: this one, of an engine of several nodes.
 
     Raises:
         EngineArgumentError: vLLM has no argument of a name in `rollout.engineArgs`, or refuses its value.
@@ -29,6 +45,9 @@ def checked_arguments(options: RolloutOptions) -> AsyncEngineArgs:
                 "the name or leave it out"
             )
     arguments = engine_arguments(options)
+    if node is not None:
+        arguments |= {"nnodes": node.number, "node_rank": node.index}
+        arguments |= {"master_addr": node.address, "master_port": node.port}
     if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
         arguments["scheduler_cls"] = SCHEDULER
     elif needing := [name for name, is_used in _needs_scheduler(options).items() if is_used]:

@@ -19,6 +19,7 @@ workers at the first one that failed, and would take the others' for answers to 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -87,8 +88,11 @@ class WeightReceiverExtension:
     """The numbers that the loaders took of the first partial push over the connection."""
 
     def ppojob_end_with(self, owner: int) -> None:
-        """End this process when the process with the number `owner` is gone."""
-        end_with(owner)
+        """End this process when the process with the number `owner` is gone, which is on the engine's first node.
+
+        On another node it ends with its parent, the engine's process there.
+        """
+        end_with(owner if self.vllm_config.parallel_config.node_rank == 0 else os.getppid())
 
     def ppojob_verify_by_seed(self) -> None:
         """Check drafts so that a seed samples the same response with and without them."""

@@ -29,12 +29,12 @@ from ppojob_trainer.worker_groups.elastic_nodes import ElasticNodes, EnginePlace
 from ppojob_trainer.worker_groups.errors import PoolNotPlacedError, WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.launch import wait_until_up
 from ppojob_trainer.worker_groups.placement import PlacedPool
-from ppojob_trainer.worker_groups.roles.rollout import GpuHolder, RolloutWorker
-from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup, begin_load
+from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
+from ppojob_trainer.worker_groups.roles.rollout_group import Replicas, RolloutGroup
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["ElasticRolloutGroup", "Replica", "StartReplica"]
+__all__ = ["ElasticRolloutGroup", "StartReplica"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +44,7 @@ PAUSE_S = 30.0
 """Seconds before an engine is started again at a place where one has just failed: its node may be about to leave."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    """The process of an engine, and those that reserve its other GPUs."""
-
-    group: WorkerGroup[RolloutWorker]
-    holders: WorkerGroup[GpuHolder] | None
-
-    @property
-    def groups(self) -> list[WorkerGroup[Any]]:
-        """All its processes."""
-        return [self.group] if self.holders is None else [self.group, self.holders]
-
-
-StartReplica = Callable[[PlacedPool, int], Replica]
+StartReplica = Callable[[PlacedPool, int], Replicas]
 """Starts a replica in a place, with the given rank."""
 
 
@@ -67,7 +54,7 @@ class _Engine:
 
     place: EnginePlace
     reserved: PlacedPool
-    replica: Replica
+    replica: Replicas
 
 
 class ElasticRolloutGroup(RolloutGroup):
@@ -88,7 +75,7 @@ class ElasticRolloutGroup(RolloutGroup):
             none: the role's group without a process.
             keep: copies responses into a process outside of the pool.
         """
-        super().__init__(none, spec, pool)
+        super().__init__(Replicas(none), spec, pool)
         self.workers_per_replica = spec.rollout.tensor_parallel_size
         elastic = spec.pool(pool).elastic
         assert elastic is not None, "the pool is elastic"
@@ -212,8 +199,8 @@ class ElasticRolloutGroup(RolloutGroup):
             self._group = self._group.extended_by(replica.group)
             self._live[rank] = _Engine(place, reserved, replica)
             await wait_until_up(replica.groups)
-            await begin_load(replica.group, replica.holders)
-            [capacity] = await replica.group.call(RolloutWorker.load)
+            await replica.begin_load()
+            [capacity] = await replica.load()
         except WorkerGroupError as error:
             self._could_not_start(place, rank, error)
         else:

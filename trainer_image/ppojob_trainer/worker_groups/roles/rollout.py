@@ -1,18 +1,17 @@
 """The rollout's processes: vLLM engines that generate the responses. `rollout_group` calls them.
 
-There is one process for each replica. A replica has tensorParallelSize GPUs of a node, or with device CPU a whole node.
-A vLLM worker runs on each GPU; all are children of the replica's process, and the replica's other bundles only reserve
-their share of the GPU for them. A sample's seed is a hash of run seed, step, prompt and sample number, so responses do
-not depend on the replica, the order, or restarts. An engine that shares its GPU with a role that trains sleeps from the
-end of generation until it receives the next weights. Each pool with engines (the rollout's own, and those shared with
-it) has a separate group.
+There is one process for each replica. A replica has tensorParallelSize GPUs, of one node or of several whole ones; with
+device CPU, so many nodes. A vLLM worker runs on each GPU; those of a node are children of its first process, and the
+other bundles only reserve their share of the GPU for them (`gpu_holder`). A sample's seed is a hash of run seed, step,
+prompt and sample number, so responses do not depend on the replica, the order, or restarts. An engine that shares its
+GPU with a role that trains sleeps from the end of generation until it receives the next weights. Each pool with engines
+(the rollout's own, and those shared with it) has a separate group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import queue
 import threading
 import time
@@ -21,10 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, RolloutError, RolloutMemoryError
-from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
+from ppojob_trainer.engines.errors import EngineLostError, RolloutError
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
 from ppojob_trainer.engines.rollout.options import (
     NO_DRAFTS,
     Capacity,
@@ -33,12 +31,13 @@ from ppojob_trainer.engines.rollout.options import (
     SamplingOptions,
     environment,
 )
-from ppojob_trainer.engines.transports import Transports, log_connections
+from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError, NotRenewableError
+from ppojob_trainer.worker_groups.roles.gpu_holder import NodePart, explained, prepare_part
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collected",
-    "GpuHolder",
     "RolloutWorker",
     "rollout_environment",
     "sample_seed",
@@ -57,7 +55,6 @@ __all__ = [
 T = TypeVar("T")
 _Written: TypeAlias = "tuple[int, Generation]"
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE_S, SHORT_PATIENCE_S = 2.0, 0.2
 """Seconds after which a replica answers though too little is finished: the controller may have more work for it. With
 weight updates in flight, the replica gets weights between two such answers; with dynamic sampling, it gets further
@@ -109,6 +106,7 @@ class RolloutWorker:
 
     _patience_s: float | None = None
     _starting: Future[None] | None = None
+    _node: EngineNode | None = None
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
@@ -125,19 +123,25 @@ class RolloutWorker:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
+    @register(dispatch=Dispatch.ONE_TO_ALL)
+    def meet(self, num_nodes: int) -> EngineNode:
+        """Prepare an engine of several nodes, of which this is the first one, and return it. `begin_load` follows.
+
+        Once: an engine of an earlier attempt continues, as do its other nodes.
+        """
+        if self._node is None:
+            self._node = self._wait(self._engine.meet(self.context.address, num_nodes))
+        return self._node
+
     @register(dispatch=Dispatch.ALL_TO_ALL)
-    def begin_load(self, other_gpus: Sequence[str]) -> None:
-        """Start the engine's processes, for this process's GPU and those of the replica's holders; `load` continues.
+    def begin_load(self, part: NodePart) -> None:
+        """Start the engine's processes, for the replica's GPUs on this node; `load` continues.
 
         Once: an engine of an earlier attempt continues.
         """
         if self._starting is not None:
             return
-        if self.spec.device is Device.CUDA:
-            log_connections(self.context.log_file.with_suffix(""))
-        if other_gpus:
-            # Ray makes only the GPU of a process's bundle visible to it. vLLM has not read the variable yet.
-            os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *other_gpus])
+        prepare_part(part, self.spec.device, self.context.log_file)
         self._starting = asyncio.run_coroutine_threadsafe(self._engine.start(waits_for_gpu=True), self._loop)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
@@ -300,12 +304,7 @@ class RolloutWorker:
             raise self._explained(error) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return an engine's failure with its cause, which vLLM often writes only into its log."""
-        if not isinstance(error, RolloutError) or isinstance(error, EngineArgumentError):
-            return error
-        log = end_of(self.context.log_file)
-        shortage = memory_shortage(str(error)) or memory_shortage(log)
-        return type(error)(explain(str(error), log)) if shortage is None else RolloutMemoryError(shortage)
+        return explained(error, self.context.log_file)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -318,18 +317,3 @@ def _log_probs(written: Sequence[Generation]) -> list[list[float]] | None:
     """Return the log-probs of all responses, or None if they were not requested."""
     found = [generation.log_probs for generation in written if generation.log_probs is not None]
     return found if len(found) == len(written) else None
-
-
-class GpuHolder:
-    """Reserves a bundle's share of its GPU for a replica whose process runs in another bundle."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
-
-    def renew(self) -> None:
-        """See `Renewable`: there is nothing to end."""
-
-    @register(dispatch=Dispatch.ONE_TO_ALL)
-    def visible_gpu(self) -> str:
-        """Return the GPU's identifier for CUDA_VISIBLE_DEVICES."""
-        return os.environ[_VISIBLE]

@@ -4,7 +4,8 @@ The controller decides which engine gets which rows (`controller.sample_queue`).
 distinguishes a lost engine from every other failure:
 
     lost process (its node, its pod, a signal)    what it reported was stored there and is lost, too
-    lost vLLM (`EngineLostError`)                 the process stays, because it has the responses that it reported
+    lost vLLM (`EngineLostError`)                 the process stays, because it has the responses that it reported;
+                                                  an engine of several nodes is lost with any of them
     out of memory                                 no loss: the other engines would follow, so the attempt ends
 
 The weights' connections are opened again without it. Nothing restarts a lost engine of a fixed pool: the next attempt
@@ -22,17 +23,19 @@ from typing import Any, ParamSpec, TypeAlias
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
 from ppojob_trainer.engines.rollout.options import NO_DRAFTS, Capacity, Drafts
 from ppojob_trainer.protocol import Keys
 from ppojob_trainer.worker_groups.dispatch import RemoteMethod
 from ppojob_trainer.worker_groups.errors import WorkerGroupError, WorkerLostError
 from ppojob_trainer.worker_groups.futures import Future
-from ppojob_trainer.worker_groups.roles.rollout import Collected, GpuHolder, RolloutWorker
+from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder, NodePart
+from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.stored_rows import NEWER_TOKENS
 from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 
-__all__ = ["Report", "RolloutGroup", "RolloutOfStep"]
+__all__ = ["Replicas", "Report", "RolloutGroup", "RolloutOfStep"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,26 +91,72 @@ def is_loss(failure: WorkerGroupError) -> bool:
     return isinstance(failure, WorkerLostError) or isinstance(failure.__cause__, EngineLostError)
 
 
-async def begin_load(group: WorkerGroup[RolloutWorker], holders: WorkerGroup[GpuHolder] | None) -> None:
-    """Let replicas start their engines' processes. `holders`: those of the first replica's other GPUs, then ..."""
-    gpus = [] if holders is None else await holders.call(GpuHolder.visible_gpu)
-    each = len(gpus) // len(group)
-    await group.call(RolloutWorker.begin_load, [gpus[n * each : (n + 1) * each] for n in range(len(group))])
+@dataclass(frozen=True)
+class Replicas:
+    """The processes of replicas.
+
+    group: the first process of each replica. holders: those of the first replica's other GPUs, then of the second's,
+    ...; None: one GPU for each replica. num_nodes: of a replica; each has as many of its GPUs.
+    """
+
+    group: WorkerGroup[RolloutWorker]
+    holders: WorkerGroup[GpuHolder] | None = None
+    num_nodes: int = 1
+
+    @property
+    def groups(self) -> list[WorkerGroup[Any]]:
+        """All processes."""
+        return [self.group] if self.holders is None else [self.group, self.holders]
+
+    @property
+    def size(self) -> int:
+        """GPUs of a replica."""
+        return 1 if self.holders is None else 1 + len(self.holders) // len(self.group)
+
+    async def begin_load(self) -> None:
+        """Let replicas start their engines' processes on all their nodes."""
+        gpus = [] if self.holders is None else await self.holders.call(GpuHolder.visible_gpu)
+        nodes: Sequence[EngineNode | None] = [None] * len(self.group)
+        if self.num_nodes > 1:
+            nodes = await self.group.call(RolloutWorker.meet, self.num_nodes)
+        others = self.size - 1
+        parts = [self._parts(node, ["", *gpus[n * others : (n + 1) * others]]) for n, node in enumerate(nodes)]
+        starting = [self.group.call(RolloutWorker.begin_load, [part for part, *_ in parts if part is not None])]
+        if self.holders is not None and self.num_nodes > 1:
+            starting.append(self.holders.call(GpuHolder.begin_load, [part for _, *rest in parts for part in rest]))
+        await asyncio.gather(*starting)
+
+    def _parts(self, node: EngineNode | None, gpus: Sequence[str]) -> list[NodePart | None]:
+        """Return what each process of a replica starts.
+
+        Args:
+            node: the replica's first one; None: it has one node.
+            gpus: of the processes; the first one's is not read.
+        """
+        each = self.size // self.num_nodes
+        return [
+            NodePart(gpus[at + 1 : at + each], None if node is None else replace(node, index=at // each))
+            if at % each == 0
+            else None
+            for at in range(self.size)
+        ]
+
+    async def load(self) -> list[Capacity]:
+        """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
+        loading = self.group.call(RolloutWorker.load)
+        if self.holders is not None and self.num_nodes > 1:
+            # Both at once: the engine waits for its other nodes, which may fail.
+            capacities, _ = await asyncio.gather(loading, self.holders.call(GpuHolder.load))
+            return capacities
+        return await loading
 
 
 class RolloutGroup:
     """See `controller.ports.RolloutPort`. An engine's number is its replica's rank."""
 
-    def __init__(
-        self,
-        group: WorkerGroup[RolloutWorker],
-        spec: PPOJobSpec,
-        pool: str,
-        holders: WorkerGroup[GpuHolder] | None = None,
-    ) -> None:
-        """`holders`: those of the first replica's other GPUs, then of the second's, ...; None: one GPU per replica."""
-        self._group, self.pool, self._holders = group, pool, holders
-        self.workers_per_replica = 1 + (0 if holders is None else len(holders) // len(group))
+    def __init__(self, replicas: Replicas, spec: PPOJobSpec, pool: str) -> None:
+        self._replicas, self._group, self.pool = replicas, replicas.group, pool
+        self.workers_per_replica = replicas.size
         self.sleeps = spec.engines_sleep_in(pool)
         self.has_actor = pool == spec.placement.actor
         self.lost: Mapping[int, WorkerGroupError] = {}
@@ -149,16 +198,16 @@ class RolloutGroup:
         left = [rank for rank in range(self.num_replicas) if rank not in without]
         return [
             self._group.only(*left) if without else self._group,
-            *([] if self._holders is None else [self._holders]),
+            *([] if self._replicas.holders is None else [self._replicas.holders]),
         ]
 
     async def begin_load(self) -> None:
         """Start the engines' processes, which load their libraries and then wait for `load`."""
-        await begin_load(self._group, self._holders)
+        await self._replicas.begin_load()
 
     async def load(self) -> None:
         """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
-        self._capacities = dict(enumerate(await self._group.call(RolloutWorker.load)))
+        self._capacities = dict(enumerate(await self._replicas.load()))
 
     def begin(self, step: int, *, is_validation: bool) -> EnginesOfGeneration:
         """See `RolloutPort`."""
