@@ -89,6 +89,22 @@ BAD_ROUTING = (
         server_refuses=False,
     ),
     BadSpec(
+        "experts that do not follow one another",
+        {_spec("rollout"): {"engineArgs": {"expert_placement_strategy": "round_robin"}}},
+        "spec.rollout.engineArgs.expert_placement_strategy",
+        "some of vLLM's kernels need consecutive experts on each GPU: remove it",
+        shows="round_robin",
+        server_refuses=False,
+    ),
+    BadSpec(
+        "vLLM's argument for the nodes of an engine",
+        {_spec("rollout"): {"engineArgs": {"nnodes": 2}}},
+        "spec.rollout.engineArgs.nnodes",
+        "use rollout.tensorParallelSize, of more GPUs than a node has",
+        shows="2",
+        server_refuses=False,
+    ),
+    BadSpec(
         "vLLM's argument for recorded experts",
         {_spec("rollout"): {"engineArgs": {"enable_return_routed_experts": True}}},
         "spec.rollout.engineArgs.enable_return_routed_experts",

@@ -39,6 +39,8 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "data_parallel_size": "the number of engines follows from the pool's GPUs: remove it",
     "enable_expert_parallel": "use rollout.enableExpertParallel",
     "enable_eplb": "the trainer sends each GPU its own experts, and this moves them between GPUs: remove it",
+    "prefill_context_parallel_size": "use rollout.tensorParallelSize",
+    "expert_placement_strategy": "some of vLLM's kernels need consecutive experts on each GPU: remove it",
     "distributed_executor_backend": _PROCESSES,
     "nnodes": "use rollout.tensorParallelSize, of more GPUs than a node has",
     "node_rank": _PROCESSES,
@@ -103,7 +105,7 @@ EXPERT_RULES = [
     ),
     Rule(
         rule=f"!{_DIVIDED} || self.device != 'CPU'",
-        message="vLLM's CPU kernels compute all experts on each worker: set enableExpertParallel to false",
+        message="vLLM's CPU kernels ignore which experts a worker has: set enableExpertParallel to false",
         field_path=".rollout.enableExpertParallel",
     ),
     Rule(
@@ -200,7 +202,7 @@ def _engines_can_divide_experts(spec: PPOJobSpec) -> Iterator[Problem]:
         )
         yield where, True, remedy
     if spec.device is Device.CPU:
-        remedy = f"vLLM's CPU kernels compute all experts on each worker: set {where}: false, or device: CUDA"
+        remedy = f"vLLM's CPU kernels ignore which experts a worker has: set {where}: false, or device: CUDA"
         yield where, True, remedy
 
 

@@ -85,13 +85,22 @@ class RolloutError(EngineError):
 
 
 class WeightReceiptError(RolloutError):
-    """An engine did not get the weights. The next push may succeed; until then it has none."""
+    """An engine did not get the weights. The next push may succeed; until then it has none.
+
+    address: of the node whose worker failed, in an engine of several nodes.
+    """
+
+    address: str | None = None
 
 
 class EngineLostError(RolloutError):
     """vLLM's processes exited or cannot be reached; responses that are finished are still there."""
 
     reason = Reason.WORKER_LOST
+
+
+class HostLostError(EngineLostError):
+    """A host of an engine does not answer any more. Its pod may still count as ready."""
 
 
 class EngineArgumentError(RolloutError):

@@ -111,7 +111,12 @@ class PoolMemory:
 
 
 def pool_memory(
-    spec: PPOJobSpec, pool: str, peaks: Sequence[tuple[Need, float]], gpu_bytes: float, weights: float = 0.0
+    spec: PPOJobSpec,
+    pool: str,
+    peaks: Sequence[tuple[Need, float]],
+    gpu_bytes: float,
+    weights: float = 0.0,
+    receiving: float = 0.0,
 ) -> PoolMemory:
     """Add up the memory of a pool's processes, without what CUDA and NCCL need (`processes` has it).
 
@@ -119,6 +124,7 @@ def pool_memory(
         peaks: each role of the pool, with the most bytes that its own phases need.
         gpu_bytes: memory of a GPU.
         weights: of an engine on each of its GPUs. A sleeping engine has allocated only these when it receives others.
+        receiving: more of an engine on each of its GPUs, while it receives weights.
     """
     has_rollout = pool in spec.placement.rollout_pools
     engine = spec.rollout.gpu_memory_utilization * gpu_bytes if has_rollout else 0.0
@@ -129,15 +135,14 @@ def pool_memory(
     resident = sum(need.resident for need, _ in peaks)
     # Beside engines that slept, the other roles have returned their memory.
     others = [need.resident if sleeps else need.idle if need.is_returned else peak for need, peak in peaks]
-    pushing = (
-        need.push + sum(others) - other + (weights if sleeps else engine)
-        for (need, _), other in zip(peaks, others, strict=True)
-        if need.push
-    )
+    # The role that sends has no more than that. In a pool without it, engines may receive.
+    sending = [need.push - other for (need, _), other in zip(peaks, others, strict=True) if need.push]
+    sending = sending or ([0.0] if receiving else [])
+    beside = sum(others) + (weights if sleeps else engine) + receiving
     workers = sum(worker.pool == pool and worker.uses_gpu for worker in spec.workers)
     return PoolMemory(
         training=training + (0.0 if sleeps else engine),
-        push=max(pushing, default=0.0),
+        push=max(sending) + beside if sending else 0.0,
         generation=engine + (resident if sleeps else kept),
         engine=engine,
         processes=(len(peaks) + has_rollout + workers) * _OF_A_PROCESS,

@@ -35,6 +35,7 @@ from ppojob_trainer.controller.phases import Phases
 from ppojob_trainer.controller.ppo import PPO, PPOSettings
 from ppojob_trainer.controller.schedule import is_one_update, schedule_for
 from ppojob_trainer.controller.storage_ports import Storage
+from ppojob_trainer.engines.errors import HostLostError
 from ppojob_trainer.main.checkpoints import JobCheckpoints
 from ppojob_trainer.main.connection import connected
 from ppojob_trainer.main.exports import JobExports, check_target
@@ -163,7 +164,9 @@ class _Attempt:
             groups = self._groups
             reason = error if groups is None else await explained(error, groups.all(), groups.lost)
             self._are_left = is_loss(reason)
-            reason.only_processes = self._are_left and are_connected(self._pools.values())
+            # Of a host that is silent, Ray may still believe that it is there.
+            is_silent = isinstance(reason.__cause__, HostLostError)
+            reason.only_processes = self._are_left and not is_silent and are_connected(self._pools.values())
             if reason is error:
                 raise
             raise reason from error

@@ -8,7 +8,12 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.train.model_fit import active_intermediate, cached_numbers, embedding_parameters
+from ppojob_trainer.engines.train.model_fit import (
+    active_intermediate,
+    cached_numbers,
+    embedding_parameters,
+    expert_numbers,
+)
 from ppojob_trainer.main.memory_fit import engine_weights
 
 __all__ = ["EnginePlan", "plan_engine"]
@@ -21,7 +26,8 @@ _SAMPLING_COPIES: Final = 3
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine, in bytes of each of its GPUs. working: estimate of activations and logits.
+    """One engine, in bytes of each of its GPUs. working: estimate of activations and logits. receiving: of a layer's
+    experts, which vLLM keeps while it receives weights until the layer is complete, whatever parts a GPU needs.
 
     cache_per_token: bytes of a token's keys and values. cache_tokens: that fit. num_sequences: that the cache holds
     with all their tokens, at most `rollout.maxNumSeqs`.
@@ -31,6 +37,7 @@ class EnginePlan:
     share: float
     weights: float
     working: float
+    receiving: float
     cache_per_token: float
     cache_tokens: int
     num_sequences: int
@@ -50,12 +57,13 @@ def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_param
     weights = engine_weights(spec, num_parameters, embedding_parameters(config))
     length = spec.data.max_prompt_length + spec.data.max_response_length
     tokens = min(max(rollout.max_num_batched_tokens, length), rollout.max_num_seqs * length)
-    # Each expert of a token has its copy of the token, and a result.
+    # Each expert of a token has its copy of the token, and a result. Whole experts may all be on one GPU.
     hidden = (8 + 2 * (getattr(text, "num_experts_per_tok", None) or 0)) * text.hidden_size
-    layer = _BFLOAT16 * tokens * (hidden + 3 * active_intermediate(text) // parts)
+    inner = active_intermediate(text) // (1 if rollout.enable_expert_parallel else parts)
+    layer = _BFLOAT16 * tokens * (hidden + 3 * inner)
     logits = _SAMPLING_COPIES * _FLOAT32 * rollout.max_num_seqs * text.vocab_size // parts
     room = max(0.0, share - weights - layer - logits)
     cached = int(room / per_token)
-    return EnginePlan(
-        pool, share, weights, layer + logits, per_token, cached, min(rollout.max_num_seqs, cached // length)
-    )
+    receiving = float(_BFLOAT16 * expert_numbers(text))
+    sequences = min(rollout.max_num_seqs, cached // length)
+    return EnginePlan(pool, share, weights, layer + logits, receiving, per_token, cached, sequences)

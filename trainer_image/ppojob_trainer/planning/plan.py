@@ -163,12 +163,13 @@ def _is_used(spec: PPOJobSpec, pool: str, planned: Mapping[str, RolePlan]) -> bo
 
 def _pool(spec: PPOJobSpec, name: str, gpu: Gpu, planned: Mapping[str, RolePlan]) -> PoolPlan:
     roles = [found for found in planned.values() if found.role.pool == name]
-    engine = None
+    engine, needed, receiving = None, 0.0, 0.0
     if name in spec.placement.rollout_pools:
         actor = planned["actor"]
         engine = plan_engine(spec, name, actor.role.config, actor.measured.num_sent, gpu.memory)
-    weights = 0.0 if engine is None else engine.weights
-    memory = pool_memory(spec, name, [(found.need, found.peak) for found in roles], gpu.memory, weights)
+        needed, receiving = engine.weights, engine.receiving
+    peaks = [(found.need, found.peak) for found in roles]
+    memory = pool_memory(spec, name, peaks, gpu.memory, needed, receiving)
     found = PoolPlan(name, gpu, roles, engine, memory)
     is_safe = found.fits and not found.is_close
     return found if is_safe else replace(found, changes=remedies(spec, found, gpu))

@@ -100,9 +100,9 @@ class PlacedPool:
             if len(replica) < size or len(set(parts.values())) > 1:
                 numbers = ", ".join(str(bundle.index) for bundle in replica)
                 raise PoolNotPlacedError(
-                    f"the bundles {numbers} of pool {self.name} are on {len(parts)} nodes, and an engine of {size} "
-                    "GPUs needs them on one node, or as many on each of its nodes: let rollout.tensorParallelSize "
-                    "divide gpusPerNode, or be a multiple of it that divides the pool's GPUs"
+                    f"Ray has placed the bundles {numbers} of pool {self.name} on {len(parts)} nodes, "
+                    f"{sorted(parts.values())} on each, and an engine of {size} needs them on one node, or as many on "
+                    "each of its nodes: check that each pod of the pool offers Ray as many GPUs as gpusPerNode"
                 )
         return replicas
 

@@ -168,8 +168,9 @@ class WorkerProcess:
             if not is_gpu_fault(error):
                 raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            message = f"a GPU in the pod with address {self._context.address} has failed: {first}"
-            raise GPUFaultError(message, self._context.address) from error
+            # A worker of vLLM may be on another node of the engine.
+            address = getattr(error, "address", None) or self._context.address
+            raise GPUFaultError(f"a GPU in the pod with address {address} has failed: {first}", address) from error
 
 
 def _with_each_row(answer: Any, sent: DataProto) -> DataProto:

@@ -171,4 +171,4 @@ async def run_for(loop: Loop, seconds: float) -> None:
     running = asyncio.create_task(loop.run(stop))
     await asyncio.sleep(seconds)
     stop.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)

@@ -48,7 +48,7 @@ class Selection:
             yield
         finally:
             stop.set()
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
     async def label(self, names: str, *, is_reported: bool = True, seconds: float = 2) -> None:
         """Let other namespaces have the label, and wait."""

@@ -85,7 +85,7 @@ async def test_a_waiting_worker_is_woken_by_a_note() -> None:
 
     queue.add(A)
 
-    assert await asyncio.wait_for(waiting, 1) == A
+    assert await asyncio.wait_for(waiting, 60) == A
 
 
 async def test_a_waiting_worker_is_woken_when_a_job_comes_out_of_work() -> None:
@@ -98,7 +98,7 @@ async def test_a_waiting_worker_is_woken_when_a_job_comes_out_of_work() -> None:
 
     queue.done(A)
 
-    assert await asyncio.wait_for(waiting, 1) == A
+    assert await asyncio.wait_for(waiting, 60) == A
 
 
 async def test_many_workers_share_the_work_without_overlap() -> None:

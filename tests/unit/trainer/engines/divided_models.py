@@ -97,8 +97,12 @@ def outcome(
 
 
 def parts_of(weights: dict[str, Tensor], boxes: dict[str, tuple[Box, ...]]) -> dict[str, Tensor]:
-    """Return the weights with NaN outside of the boxes."""
-    parts = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    """Return the weights with NaN outside of the boxes; one without a box has one number in memory."""
+    one = torch.full((), torch.nan, dtype=torch.bfloat16)
+    parts = {
+        name: torch.full_like(tensor, torch.nan) if boxes[name] else one.expand(tensor.shape)
+        for name, tensor in weights.items()
+    }
     for name, part in parts.items():
         for box in boxes[name]:
             inside(part, box).copy_(inside(weights[name], box))
@@ -150,11 +154,15 @@ def without_last_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def reloaded(path: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
     """Reload weights into this rank's part by vLLM's own means, as on CUDA: whole ones, boxes of them, too few ones.
 
-    Returns for each push the refusal, or the parameters that differ from those read from disk.
+    Returns for each push the refusal, or the parameters that differ from those read from disk, and the maps of experts
+    that differ or are at another address: CUDA graphs read them there.
     """
     config, model = divided(path, EXPERTS, is_loaded=True)
     from_disk = {name: parameter.clone() for name, parameter in model.named_parameters()}
     weights = weights_of(path, EXPERTS)
+    maps = {name: one for name, one in model.named_buffers() if name.endswith("_expert_map")}
+    assert maps, "the experts are divided"
+    before = {name: (one.data_ptr(), one.tolist()) for name, one in maps.items()}
 
     def reload(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
         reload_weights(config, model, weights_iterator, None, True)
@@ -172,6 +180,10 @@ def reloaded(path: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
         said = outcome(worker, pushed.items())
         now = dict(model.named_parameters())
         changed = [each for each, tensor in from_disk.items() if not torch.equal(tensor, now[each])]
+        buffers = dict(model.named_buffers())
+        changed += [
+            each for each, is_now in before.items() if is_now != (buffers[each].data_ptr(), buffers[each].tolist())
+        ]
         found[name] = said or changed
     return found
 

@@ -16,10 +16,11 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.errors import WeightLinkError, WeightSyncError
+from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.engines.weights.boxes import Box, inside
-from ppojob_trainer.engines.weights.buckets import Bucket, TensorSpec
+from ppojob_trainer.engines.weights.buckets import Bucket, TensorSpec, make_buckets
 from ppojob_trainer.engines.weights.plans import LinkPlan
 from ppojob_trainer.engines.weights.receipts import Receipt, verify
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
@@ -130,6 +131,20 @@ def test_the_first_push_has_whole_tensors_and_later_ones_the_boxes(transfer: Tra
             torch.testing.assert_close(tensors[name], expected, atol=0, rtol=0, equal_nan=True)
     assert [receipt.num_bytes for receipt in whole] == [4 * (48 + 48 + 96 + 8 + 5 + 49)] * 2
     assert [receipt.num_bytes for receipt in sent] == [4 * (24 + 24 + 48 + 4 + 5)] * 2
+
+
+def test_a_tensor_of_which_nothing_is_sent_takes_no_memory_and_a_read_of_it_is_seen() -> None:
+    (bucket,) = make_buckets([TensorSpec("unread", (64, 32), "float32", ())])
+    reads = LoaderReads()
+    ((name, tensor),) = reads.passing(bucket.tensors(torch.zeros(bucket.num_bytes, dtype=torch.uint8)))
+    assert (name, tensor.shape, tensor.untyped_storage().nbytes()) == ("unread", (64, 32), 4)
+    assert tensor.isnan().all()
+    assert reads.boxes() == {"unread": ()}
+
+    with reads:
+        torch.empty(8, 32).copy_(tensor[:8])
+
+    assert reads.boxes() == {"unread": (((0, 64), (0, 32)),)}
 
 
 def test_the_first_push_the_first_with_boxes_and_each_tenth_are_compared(pool: ThreadPoolExecutor) -> None:

@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from ppojob_api.v1alpha1.runtime import Device
-from ppojob_trainer.engines.errors import EngineLostError, RolloutError
+from ppojob_trainer.engines.errors import EngineLostError, HostLostError, RolloutError
+from ppojob_trainer.engines.rollout import engine as engine_module
 from ppojob_trainer.engines.rollout import engine_nodes
 from ppojob_trainer.engines.rollout.engine import RolloutEngine
-from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, Followers, free_port
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, Followers
 from ppojob_trainer.engines.rollout.follower import EngineFollower
-from ppojob_trainer.engines.rollout.options import RolloutOptions
+from ppojob_trainer.engines.rollout.options import AGENT_STORE, HOST_ADDRESS, RolloutOptions
 from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments
+from tests.ports import server_port
 
 HERE, LIMIT_S = "127.0.0.1", 60.0
 OPTIONS = RolloutOptions("/m", Device.CPU, 64, tensor_parallel_size=2, timeout_seconds=LIMIT_S)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what a start sets for vLLM's processes: with the store's variable, no other test could open a group."""
+    for name in (HOST_ADDRESS, AGENT_STORE, "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @dataclass
 class Engine:
     """The first node: the reports of lost nodes."""
 
-    reports: list[str] = field(default_factory=list)
+    reports: list[EngineLostError] = field(default_factory=list)
 
     async def first_report(self) -> str:
         async with asyncio.timeout(LIMIT_S):
             while not self.reports:
                 await asyncio.sleep(0.01)
-        return self.reports[0]
+        return f"{self.reports[0]}"
 
 
 @dataclass
@@ -101,8 +113,8 @@ async def first(engine: Engine) -> AsyncIterator[Followers]:
 
 
 async def second_of(first: Followers) -> EngineFollower:
-    node = EngineNode(1, 2, HERE, free_port(HERE), await first.listen(HERE), first.token)
-    follower = EngineFollower(OPTIONS, node, "rollout_gpu_holder-0.log")
+    node = EngineNode(1, 2, HERE, 1, await first.listen(HERE), first.token)
+    follower = EngineFollower(OPTIONS, node, Path("rollout_gpu_holder-0.log"))
     follower.start()
     return follower
 
@@ -131,7 +143,7 @@ async def test_a_worker_that_exits_ends_the_engine_and_is_named(
     executor.workers[0].process.kill()
 
     assert await engine.first_report() == (
-        "the engine has lost its workers on the node with address 127.0.0.1: vLLM's worker 1 exited with code -9, see "
+        "the engine has lost its workers on the node with address 127.0.0.1: vLLM's worker 1 exited with code -9: see "
         "rollout_gpu_holder-0.log"
     )
     assert executor.has_ended.wait(LIMIT_S)
@@ -162,7 +174,7 @@ async def test_a_node_whose_process_is_gone_ends_the_engine(engine: Engine, firs
     other.kill()
     other.wait()
 
-    assert "127.0.0.1: its process, its pod or its host has ended" in await engine.first_report()
+    assert "127.0.0.1: its process or its pod has ended" in await engine.first_report()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 32, b"0" * 100])
@@ -195,8 +207,8 @@ async def test_workers_that_cannot_start_are_reported_on_both_nodes(
 
 
 async def test_a_first_node_that_does_not_listen_is_named() -> None:
-    port = free_port(HERE)
-    follower = EngineFollower(OPTIONS, EngineNode(1, 2, HERE, free_port(HERE), port, ""), "a.log")
+    port = server_port()
+    follower = EngineFollower(OPTIONS, EngineNode(1, 2, HERE, 1, port, ""), Path("a.log"))
     follower.start()
 
     with pytest.raises(RolloutError, match=rf"the engine's first node \(127.0.0.1:{port}\) did not answer"):
@@ -234,7 +246,7 @@ async def test_a_push_ends_when_a_node_is_gone_though_vllm_waits(exits: bool, mo
     _, other = await asyncio.open_connection(HERE, node.watch_port)
     other.write(node.token.encode())
     pushing = asyncio.create_task(engine.update_weights(1))
-    await until(lambda: bool(engine._followers._writers))
+    await until(lambda: bool(engine._nodes._followers._writers))
     assert not pushing.done()
 
     llm.errored = exits
@@ -245,6 +257,66 @@ async def test_a_push_ends_when_a_node_is_gone_though_vllm_waits(exits: bool, mo
 
     with pytest.raises(EngineLostError, match=r"lost its workers on the node with address 127\.0\.0\.1"):
         await pushing
-    with pytest.raises(EngineLostError, match="its process, its pod or its host has ended"):
+    with pytest.raises(EngineLostError, match="its process or its pod has ended"):
         engine.check()
     await engine.shutdown()
+
+
+class StartingLlm:
+    """In place of vLLM's class: a start that ends with its child process."""
+
+    child: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def from_engine_args(cls, _: Any) -> None:
+        cls.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        cls.child.wait()
+        raise RuntimeError("vLLM's engine exited")
+
+
+async def test_a_start_ends_when_a_node_is_gone_though_vllm_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "AsyncLLM", StartingLlm)
+    engine = RolloutEngine(OPTIONS)
+    node = await engine.meet(HERE, 2)
+    _, other = await asyncio.open_connection(HERE, node.watch_port)
+    other.write(node.token.encode())
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: StartingLlm.child is not None and bool(engine._nodes._followers._writers))
+    assert not starting.done()
+
+    other.close()
+
+    with pytest.raises(EngineLostError, match="its process or its pod has ended"):
+        await starting
+    assert StartingLlm.child is not None
+    assert StartingLlm.child.wait(LIMIT_S) == -9
+    await engine.shutdown()
+
+
+class Silent:
+    """Both ends of a connection to a host that stops to answer."""
+
+    def __init__(self, token: str, end: socket.socket) -> None:
+        self.token, self.about = token.encode(), {"peername": ("10.0.0.9", 1), "socket": end}
+
+    def get_extra_info(self, name: str) -> Any:
+        return self.about[name]
+
+    async def readexactly(self, _: int) -> bytes:
+        return self.token
+
+    async def read(self, _: int) -> bytes:
+        raise TimeoutError(110, "Connection timed out")
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
+async def test_a_host_that_does_not_answer_is_no_process_that_ended(engine: Engine, first: Followers) -> None:
+    await first.listen(HERE)
+    with socket.socket() as end:
+        silent: Any = Silent(first.token, end)
+        await first._follow(silent, silent)
+
+    assert "10.0.0.9: its host does not answer any more" in await engine.first_report()
+    assert isinstance(engine.reports[0], HostLostError)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
+from ppojob_trainer.engines.rollout.options import WORKER_ADDRESS, WORKER_FAILURE
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,14 @@ def test_partial_pushes_are_read_back_after_a_complete_one_that_was(found: dict[
 
 
 def test_a_worker_that_cannot_load_weights_takes_the_rest_of_them(found: dict[str, Any]) -> None:
-    assert found["failure"] == {"answer": {WORKER_FAILURE: "no such weight"}, "is_drained": True}
+    assert found["failure"] == {"answer": {WORKER_FAILURE: "no such weight", WORKER_ADDRESS: None}, "is_drained": True}
 
 
 def test_a_worker_whose_loader_reads_only_a_part_takes_the_rest_too(found: dict[str, Any]) -> None:
-    assert found["partial"] == {"answer": {WORKER_FAILURE: "only 0 of 1 buckets were loaded"}, "is_drained": True}
+    assert found["partial"] == {
+        "answer": {WORKER_FAILURE: "only 0 of 1 buckets were loaded", WORKER_ADDRESS: None},
+        "is_drained": True,
+    }
 
 
 def test_an_engine_warns_of_weights_that_no_worker_reads_and_not_of_experts_of_other_workers(

@@ -230,7 +230,7 @@ async def test_on_a_cpu_nobody_waits_for_anybody(story: Story) -> None:
 async def test_whatever_fails_ends_the_start(story: Story, failing: str) -> None:
     story.failing = failing
     with pytest.raises(RuntimeError, match=failing):
-        await asyncio.wait_for(ready(story), 10)
+        await asyncio.wait_for(ready(story), 60)
 
 
 @pytest.mark.parametrize("failing", ["actor check", "critic check", "data load", "reward load"])

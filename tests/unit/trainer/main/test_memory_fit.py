@@ -174,9 +174,20 @@ def test_a_push_needs_gathered_weights_beside_the_engines(*, sleep: bool, expect
     spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sleep": sleep})})
     roles = [replace(need, push=30 * GB if need.role == "actor" else 0.0) for need in needs(spec, sizes(4))["a"]]
 
-    found = pool_memory(spec, "a", [(need, need.total) for need in roles], 80 * GB, weights=8 * GB)
+    peaks = [(need, need.total) for need in roles]
+    found = pool_memory(spec, "a", peaks, 80 * GB, weights=8 * GB)
+    of_experts = pool_memory(spec, "a", peaks, 80 * GB, weights=8 * GB, receiving=3 * GB)
 
     assert found.push == expected * GB
+    assert of_experts.push == (expected + 3) * GB
+
+
+def test_engines_in_a_pool_of_their_own_need_more_while_they_receive_experts() -> None:
+    spec = in_one_pool()
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sleep": False})})
+
+    assert pool_memory(spec, "a", [], 80 * GB, weights=8 * GB, receiving=3 * GB).push == (16 + 3) * GB
+    assert pool_memory(spec, "a", [], 80 * GB, weights=8 * GB).push == 0
 
 
 def test_an_engine_that_does_not_sleep_is_counted_while_the_actor_trains() -> None:

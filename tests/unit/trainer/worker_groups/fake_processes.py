@@ -27,11 +27,16 @@ class Processes:
         self.number, self.answers = number, answers
         self.calls: dict[Any, Any] = {}
         self.arguments: dict[Any, tuple[Any, ...]] = {}
+        self.ranks, self.killed = list(range(number)), list[int]()
 
     def only(self, *ranks: int) -> Processes:
         part = Processes(len(ranks), self.answers)
-        part.calls, part.arguments = self.calls, self.arguments
+        part.calls, part.arguments, part.killed = self.calls, self.arguments, self.killed
+        part.ranks = [self.ranks[rank] for rank in ranks]
         return part
+
+    def kill(self) -> None:
+        self.killed += self.ranks
 
     def __len__(self) -> int:
         return self.number

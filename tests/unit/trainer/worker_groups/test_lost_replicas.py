@@ -66,6 +66,18 @@ async def test_an_engine_that_was_lost_is_reported_and_left_out_from_then_on(
     assert "Engines left in pool train: 1." in caplog.text
 
 
+async def test_a_lost_engine_takes_the_processes_of_its_other_gpus_along(holders: Processes) -> None:
+    """They have no responses, and one that was lost on another node must not explain later failures."""
+    engines = Processes(2, {RolloutWorker.collect: raising(failed(EngineLostError("a node is gone")))})
+    rollout = RolloutGroup(replicas_of(engines, holders), spec_of({"actor": "train"}), "train")
+    assert [len(group) for group in rollout.groups] == [2, 2]
+
+    await rollout.begin(1, is_validation=False).exchange(1, [], None, 1)
+
+    assert [len(group) for group in rollout.groups] == [2, 1]
+    assert holders.killed == [1]
+
+
 @pytest.mark.parametrize(
     "failure", [failed(RolloutError("a request was refused")), WorkerOutOfMemoryError("out of memory")]
 )

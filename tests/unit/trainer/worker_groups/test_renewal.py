@@ -24,7 +24,8 @@ from ppojob_trainer.engines.errors import (
 from ppojob_trainer.protocol import DataProto, Keys, Ragged
 from ppojob_trainer.telemetry import CurrentPhase, within_phase
 from ppojob_trainer.worker_groups import samples as kept_samples
-from ppojob_trainer.worker_groups.errors import NotRenewableError, SupersededError
+from ppojob_trainer.worker_groups.errors import GPUFaultError, NotRenewableError, SupersededError
+from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.roles.trained import EngineWorker
 from ppojob_trainer.worker_groups.samples import SampleKeeper
@@ -159,6 +160,30 @@ def test_a_worker_whose_method_failed_does_not_continue(error: Exception, contin
         with pytest.raises(NotRenewableError, match="a call has failed: KeyError: 'x'"):
             process.renew(2)
     assert process._worker.renewals == 1 + continues
+
+
+def test_an_engines_other_node_continues_unless_its_workers_have_ended() -> None:
+    holder = GpuHolder(CONTEXT, resolve(parse_spec(GOOD["spec"])), "actor")
+    holder.renew()
+
+    def ended() -> None:
+        raise EngineLostError("vLLM's worker 1 exited")
+
+    holder._follower = cast("Any", SimpleNamespace(check=ended))
+
+    with pytest.raises(NotRenewableError, match="vLLM's worker 1 exited"):
+        holder.renew()
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.7"])
+def test_a_failed_gpu_is_that_of_the_node_whose_worker_failed(address: str | None) -> None:
+    error = WeightReceiptError("vLLM's worker 3 failed: CUDA error: uncorrectable ECC error encountered")
+    error.address = address
+
+    with pytest.raises(GPUFaultError) as caught:
+        process_of(Worker())._computed(failing(error), [], {})
+
+    assert caught.value.address == (address or CONTEXT.address)
 
 
 def test_calls_of_an_earlier_attempt_are_refused() -> None:

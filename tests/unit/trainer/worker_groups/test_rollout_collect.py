@@ -151,7 +151,7 @@ def test_an_engine_that_is_given_up_while_vllm_runs_is_lost_with_its_unfinished_
     replica.give([1, 2])
     replica.engine.finish(1)
     replica.find_too_few(2)
-    replica.engine.loss = "a worker waits for another one"
+    replica.engine.loss = EngineLostError("a worker waits for another one")
     replica._patience_s = LITTLE_PATIENCE_S
 
     assert replica.collect(2) == Collected((101,), cast("Any", [1]))

@@ -11,6 +11,7 @@ from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
 from ppojob_trainer.engines.rollout.options import Capacity, Drafts
 from ppojob_trainer.protocol import Keys
+from ppojob_trainer.worker_groups.errors import WorkerFailedError
 from ppojob_trainer.worker_groups.roles.gpu_holder import GpuHolder, NodePart
 from ppojob_trainer.worker_groups.roles.rollout import Collected, RolloutWorker
 from ppojob_trainer.worker_groups.roles.rollout_group import RolloutGroup
@@ -60,6 +61,25 @@ async def test_of_a_replica_of_two_nodes_the_first_process_of_each_starts_the_pa
     ]  # fmt: skip
     assert GpuHolder.load in holders.calls, "its workers on the other nodes may fail"
     assert rollout.workers_per_replica == 4
+
+
+@pytest.mark.parametrize("is_first_lost", [False, True])
+async def test_the_failure_of_another_node_explains_that_of_the_engine(
+    replicas: Processes, *, is_first_lost: bool
+) -> None:
+    def failing(failure: Exception) -> Any:
+        def answer() -> Any:
+            raise failure
+
+        return answer
+
+    other = WorkerFailedError("rollout_gpu_holder rank 0 failed in load: CUDA out of memory")
+    holders = Processes(2, {GpuHolder.load: failing(other)})
+    if is_first_lost:
+        replicas.answers[RolloutWorker.load] = failing(WorkerFailedError("rollout rank 0: connection closed by peer"))
+
+    with pytest.raises(WorkerFailedError, match="CUDA out of memory"):
+        await replicas_of(replicas, holders, num_nodes=2).load()
 
 
 async def test_where_gpus_are_shared_each_worker_meets_the_rank_on_its_gpu(

@@ -28,11 +28,12 @@ from ppojob_trainer.engines.errors import (
     RolloutError,
     WeightReceiptError,
 )
-from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, Followers, Loss, free_port
+from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, FirstNode
 from ppojob_trainer.engines.rollout.generation import Generation
 from ppojob_trainer.engines.rollout.gpu_gate import GpuGate
 from ppojob_trainer.engines.rollout.options import (
     SCHEDULER,
+    WORKER_ADDRESS,
     WORKER_FAILURE,
     Capacity,
     RolloutOptions,
@@ -77,12 +78,10 @@ class RolloutEngine:
         self._has_weights = True
         self._finds_stops = False
         """Whether the scheduler looks for stop strings."""
-        self._lost = Loss()
         # vLLM labels a response with the number of the update that it ended after: the position in this list.
         self._versions = [self.weights_version]
         self._gate = GpuGate()
-        self._followers = Followers(self._lost.record)
-        self._node: EngineNode | None = None
+        self._nodes = FirstNode()
 
     def signal_gpu_free(self) -> None:
         """Let a waiting `start` on CUDA continue: the other roles' models are loaded and idle."""
@@ -94,9 +93,7 @@ class RolloutEngine:
         Args:
             address: under which the others reach this one.
         """
-        watch_port, token = await self._followers.listen(address), self._followers.token
-        self._node = EngineNode(0, num_nodes, address, free_port(address), watch_port, token)
-        return self._node
+        return await self._nodes.meet(address, num_nodes, self.options.timeout_seconds)
 
     def capacity(self) -> Capacity:
         """Return what the engine computes at the same time; it must have started."""
@@ -115,17 +112,20 @@ class RolloutEngine:
                 GPU does not have the format of `rollout.quantization`.
             RolloutError: vLLM could not start; the cause is chained.
         """
-        prepare_process(None if self._node is None else self._node.address)
-        arguments = checked_arguments(self.options, self._node)
+        node = self._nodes.node
+        prepare_process(None if node is None else node.address)
+        arguments = checked_arguments(self.options, node)
         if self.options.quantization is not None:
             check_gpu(self.options.quantization)
         if waits_for_gpu and self.options.device is Device.CUDA:
             self._gate.hold(arguments)
         try:
             # It blocks for long; the event loop must serve the owner's other calls meanwhile.
-            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+            starting = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
+            self._llm = await self._nodes.unless_lost(starting)
         except (RuntimeError, ValueError, OSError) as error:
-            raise RolloutError(f"vLLM could not start with the model {self.options.path}: {error}") from error
+            seen = RolloutError(f"vLLM could not start with the model {self.options.path}: {error}")
+            raise await self._nodes.cause_of(seen) from error
         self._finds_stops = arguments.scheduler_cls == SCHEDULER and is_known(self._llm.renderer.tokenizer)
         await self._workers("ppojob_end_with", os.getpid())
         if self.options.speculative is not None:
@@ -259,9 +259,9 @@ class RolloutEngine:
         self._asleep -= _PARTS if part is None else {part}
 
     @property
-    def loss(self) -> str | None:
+    def loss(self) -> EngineLostError | None:
         """Why this engine was given up while vLLM's processes run, so that its streams end with no error."""
-        return self._lost.reason
+        return self._nodes.lost.error
 
     def check(self) -> None:
         """Find out whether the engine still runs.
@@ -269,23 +269,18 @@ class RolloutEngine:
         Raises:
             EngineLostError: one of its processes exited, or did not answer in time.
         """
-        self._lost.check()
+        self._nodes.lost.check()
         if self._running().errored:
             raise EngineLostError("vLLM's engine exited while it was idle")
 
     async def shutdown(self) -> None:
         """Terminate the engine and its child process. It cannot be used afterwards."""
-        if self._llm is None:
-            return
-        llm, self._llm = self._llm, None
-        self._followers.close()
-        # In this thread: vLLM's task that reads answers must be cancelled before it sees the child exit.
-        llm.shutdown()
+        self._nodes.close()
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            # In this thread: vLLM's task that reads answers must be cancelled before it sees the child exit.
+            llm.shutdown()
         self._gate.remove()
-
-    async def _cause_of(self, seen: str) -> str:
-        """Return why vLLM's engine exited: `seen`, or the end of another node that led to it."""
-        return seen if self._node is None else await self._lost.cause_of(seen)
 
     async def _one(self, index: int, prompt: list[int], seed: int, sampling: SamplingOptions) -> tuple[int, Generation]:
         request_id = f"ppojob-{next(self._request_ids)}"
@@ -298,7 +293,7 @@ class RolloutEngine:
             ):
                 final = output
         except EngineDeadError as error:
-            raise EngineLostError(await self._cause_of(f"vLLM's engine exited: {error}")) from error
+            raise await self._nodes.cause_of(EngineLostError(f"vLLM's engine exited: {error}")) from error
         except (EngineGenerateError, ValueError) as error:
             raise RolloutError(f"vLLM failed at prompt {index} of {len(prompt)} tokens: {error}") from error
         if final is None:
@@ -330,18 +325,21 @@ class RolloutEngine:
             raise
         except TimeoutError as error:
             # vLLM waits for all of its workers, so it would answer no later call.
-            self._lost.record(
+            lost = EngineLostError(
                 f"vLLM's workers ({self.options.tensor_parallel_size}) did not all finish {method} within "
                 f"{limit_s:g} s, so this engine is given up: this role's log has the error if one of them failed; if "
                 "the transfer is only slow, raise trainer.phaseTimeoutSeconds"
             )
-            raise EngineLostError(f"{self._lost.reason}") from error
+            self._nodes.lost.record(lost)
+            raise lost from error
         except Exception as error:
             # vLLM passes a worker's failure on as a plain Exception with the worker's message.
             raise RolloutError(f"vLLM's workers failed in {method}: {error}") from error
         for number, result in enumerate(results):
             if isinstance(result, dict) and WORKER_FAILURE in result:
-                raise WeightReceiptError(f"vLLM's worker {number} failed in {method}: {result[WORKER_FAILURE]}")
+                failure = WeightReceiptError(f"vLLM's worker {number} failed in {method}: {result[WORKER_FAILURE]}")
+                failure.address = result[WORKER_ADDRESS]
+                raise failure
         return results
 
     async def _answer(self, what: str, call: Awaitable[T], limit_s: float = math.inf) -> T:
@@ -359,13 +357,14 @@ class RolloutEngine:
         try:
             while not (await asyncio.wait([answer], timeout=min(_POLL_S, max(0.0, end - time.monotonic()))))[0]:
                 if llm.errored:
-                    raise EngineLostError(await self._cause_of(f"vLLM's engine exited before it {what}"))
-                self._lost.check()
+                    raise await self._nodes.cause_of(EngineLostError(f"vLLM's engine exited before it {what}"))
+                self._nodes.lost.check()
                 if time.monotonic() >= end:
                     raise TimeoutError
             return answer.result()
         except EngineDeadError as error:
-            raise EngineLostError(await self._cause_of(f"vLLM's engine exited before it {what}: {error}")) from error
+            seen = EngineLostError(f"vLLM's engine exited before it {what}: {error}")
+            raise await self._nodes.cause_of(seen) from error
         finally:
             answer.cancel()
 

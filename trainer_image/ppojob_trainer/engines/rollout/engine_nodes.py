@@ -1,7 +1,7 @@
 """The nodes over which an engine is divided, and how each of them notices that another one is gone.
 
-    first node: vLLM's engine, and its workers there       each other node: an `EngineFollower` with its workers
-        Followers: listens                         ◀────       keeps a connection: a token, then at most a failure
+    `FirstNode`: vLLM's engine, and its workers there      each other node: an `EngineFollower` with its workers
+        `Followers`: listens                       ◀────       keeps a connection: a token, then at most a failure
 
 vLLM 0.32 does not notice it: the workers that are left would wait in a collective for the others. So the end of a
 connection is the end of the engine, on both sides: that of a process, of its pod, and by TCP's own probes also that of
@@ -17,14 +17,22 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-from ppojob_trainer.engines.errors import EngineLostError
+import psutil  # type: ignore[import-untyped]
+from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["EngineNode", "Followers", "Loss", "connect_to_first", "free_port"]
+from ppojob_trainer.engines.errors import EngineLostError, HostLostError, RolloutError
+from ppojob_trainer.engines.network import listen
+
+__all__ = ["EngineNode", "FirstNode", "Followers", "Loss", "connect_to_first"]
+
+T = TypeVar("T")
 
 LATER_S: Final = 1.0
+"""Seconds after which no other cause of a failure is expected."""
 _LONGEST_REASON: Final = 16_384
+"""Bytes."""
 
 _PROBES: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds and number: a host that does not answer any more is noticed after 20 s."""
@@ -34,8 +42,8 @@ _PROBES: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 class EngineNode:
     """One of the nodes of an engine.
 
-    index: 0 has the engine itself. number: of nodes; each has as many of the GPUs. address: of node 0. port: at which
-    vLLM's workers meet there. watch_port: at which `Followers` listens. token: that it expects.
+    index: 0 has the engine itself. number: of nodes; each has as many of the GPUs. address: of node 0. port: of the
+    store there, in which vLLM's workers meet. watch_port: at which `Followers` listens. token: that it expects.
     """
 
     index: int
@@ -47,33 +55,37 @@ class EngineNode:
 
 
 class Loss:
-    """Why an engine cannot be used any more, though its processes run; `reason` is None while it can."""
+    """Why an engine cannot be used any more, though its processes run; `error` is None while it can."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.error: EngineLostError | None = None
         self._is_known = asyncio.Event()
 
-    def record(self, reason: str) -> None:
+    def record(self, error: EngineLostError) -> None:
         """Record the reason, unless there is one."""
-        self.reason = self.reason or reason
+        self.error = self.error or error
         self._is_known.set()
 
     def check(self) -> None:
-        """Raise an EngineLostError if there is a reason."""
-        if self.reason is not None:
-            raise EngineLostError(self.reason)
+        """Raise the error if there is one, or another one like it: each has its own traceback."""
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
 
-    async def cause_of(self, seen: str) -> str:
+    async def wait(self) -> None:
+        """Wait until there is a reason."""
+        await self._is_known.wait()
+
+    async def cause_of(self, seen: RolloutError) -> RolloutError:
         """Return the reason, with what was `seen` of it. It may become known a moment later: gloo is quicker."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_known.wait(), LATER_S)
-        return seen if self.reason is None else f"{self.reason} ({seen})"
+            await asyncio.wait_for(self.wait(), LATER_S)
+        return seen if self.error is None else type(self.error)(f"{self.error} ({seen})")
 
 
 class Followers:
     """The connections of an engine's other nodes, on its first node."""
 
-    def __init__(self, on_loss: Callable[[str], None]) -> None:
+    def __init__(self, on_loss: Callable[[EngineLostError], None]) -> None:
         """`on_loss` gets the reason, in the event loop, once a connection has ended before `close`."""
         self._on_loss = on_loss
         self.token = secrets.token_hex(16)
@@ -98,14 +110,18 @@ class Followers:
             writer.close()
             return
         self._writers.append(writer)
-        reason = b""
-        # OSError: the host does not answer any more.
-        with contextlib.suppress(OSError):
-            reason = await reader.read(_LONGEST_REASON)
+        reason, lost = b"", f"the engine has lost its workers on the node with address {address}"
+        try:
+            while len(reason) < _LONGEST_REASON and (more := await reader.read(_LONGEST_REASON)):
+                reason += more
+            error = EngineLostError(f"{lost}: {reason.decode(errors='replace') or 'its process or its pod has ended'}")
+        except ConnectionResetError:
+            error = EngineLostError(f"{lost}: its process or its pod was killed")
+        except OSError as failure:
+            error = HostLostError(f"{lost}: its host does not answer any more ({failure})")
         writer.close()
         if self._server is not None:
-            why = reason.decode(errors="replace") or "its process, its pod or its host has ended"
-            self._on_loss(f"the engine has lost its workers on the node with address {address}: {why}")
+            self._on_loss(error)
 
     def close(self) -> None:
         """End the connections, and so the workers of the other nodes."""
@@ -114,6 +130,56 @@ class Followers:
             server.close()
         for writer in self._writers:
             writer.close()
+
+
+class FirstNode:
+    """The first node of an engine: where the others meet it, and whether they are still there.
+
+    node: None if the engine has one node. lost: why the engine cannot be used any more.
+    """
+
+    def __init__(self) -> None:
+        self.node: EngineNode | None = None
+        self.lost = Loss()
+        self._followers = Followers(self.lost.record)
+        self._store: TCPStore | None = None
+
+    async def meet(self, address: str, num_nodes: int, timeout_seconds: float) -> EngineNode:
+        """Listen for the other nodes; return this one.
+
+        Args:
+            address: under which the others reach this one.
+            timeout_seconds: for vLLM's workers to meet.
+        """
+        # vLLM's first worker would bind a port that is free now, minutes later: another process may take it meanwhile.
+        self._store = listen(address, timeout_seconds)
+        watch_port, token = await self._followers.listen(address), self._followers.token
+        self.node = EngineNode(0, num_nodes, address, self._store.port, watch_port, token)
+        return self.node
+
+    async def unless_lost(self, starting: asyncio.Task[T]) -> T:
+        """Return the result of vLLM's start; end its processes if another node is lost, for which it would wait.
+
+        Raises:
+            EngineLostError: with the reason.
+        """
+        lost = asyncio.create_task(self.lost.wait())
+        await asyncio.wait([starting, lost], return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not starting.done():
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+            await asyncio.wait([starting], timeout=LATER_S)
+            self.lost.check()
+        return await starting
+
+    async def cause_of(self, seen: RolloutError) -> RolloutError:
+        """Return why vLLM failed: `seen`, or the end of another node that led to it."""
+        return seen if self.node is None else await self.lost.cause_of(seen)
+
+    def close(self) -> None:
+        """End the connections, and so the workers of the other nodes."""
+        self._followers.close()
 
 
 def connect_to_first(node: EngineNode, timeout_seconds: float) -> socket.socket:
@@ -135,10 +201,3 @@ def _keep_probing(connection: socket.socket) -> None:
     for name, value in _PROBES.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def free_port(address: str) -> int:
-    """Return a port of this node that is free now. vLLM binds it later, and takes none that is bound already."""
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Final
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
@@ -20,6 +21,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHan
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, connect_to_first
+from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
 from ppojob_trainer.engines.rollout.gpu_gate import GpuGate
 from ppojob_trainer.engines.rollout.options import RolloutOptions
 from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments, prepare_process
@@ -32,9 +34,9 @@ _EXIT_S: Final = 5.0
 class EngineFollower:
     """See the module's docstring. Start the process with `options.environment`."""
 
-    def __init__(self, options: RolloutOptions, node: EngineNode, log: str) -> None:
-        """`log`: name of this process's log, for messages."""
-        self._options, self._node, self._log = options, node, log
+    def __init__(self, options: RolloutOptions, node: EngineNode, log_file: Path) -> None:
+        """`log_file`: this process's log, with the causes of vLLM's failures."""
+        self._options, self._node, self._log_file = options, node, log_file
         self._gate = GpuGate()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._end: str | None = None
@@ -82,7 +84,8 @@ class EngineFollower:
             logger.exception("vLLM's workers could not start")
             failure = error
             if not isinstance(error, RolloutError):
-                failure = RolloutError(f"vLLM could not start its workers with the model {self._options.path}: {error}")
+                why = explain(f"{error}", end_of(self._log_file))
+                failure = RolloutError(f"vLLM could not start its workers with the model {self._options.path}: {why}")
                 failure.__cause__ = error
             self._report(connection, f"{failure}")
             self._started.set_exception(failure)
@@ -113,4 +116,5 @@ class EngineFollower:
             # Its pipe ends a moment earlier.
             worker.proc.join(_EXIT_S)
         exits = [f"worker {worker.rank} exited with code {worker.proc.exitcode}" for worker in workers]
-        return f"vLLM's {' and '.join(exits)}, see {self._log}"
+        shortage = memory_shortage(end_of(self._log_file))
+        return f"vLLM's {' and '.join(exits)}: {shortage or f'see {self._log_file.name}'}"

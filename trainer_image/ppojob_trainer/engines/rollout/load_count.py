@@ -180,7 +180,8 @@ class _Load:
         if isinstance(layer, VocabParallelEmbedding) and taken > 0:
             # It has rows to spare.
             return False
-        buffers: int = sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
+        counted = (buffer for key, buffer in layer._buffers.items() if key not in SKIP_LOAD_TENSORS)
+        buffers: int = sum(buffer.numel() for buffer in counted if buffer is not None)
         return taken < self._totals[name] - buffers
 
     def _is_tied_to_another(self, name: str) -> bool:

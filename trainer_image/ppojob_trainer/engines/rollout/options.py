@@ -29,6 +29,12 @@ OWNER: Final = "PPOJOB_ENGINE_OWNER"
 """Variable with the number of the process that starts vLLM, for processes that wait for the file."""
 WORKER_FAILURE: Final = "ppojob_failure"
 """Key of the message in what a worker of vLLM returns instead of raising; see the worker extension."""
+WORKER_ADDRESS: Final = "ppojob_address"
+"""Key of the address of the worker's node beside it, in an engine of several nodes; else None."""
+HOST_ADDRESS: Final = "VLLM_HOST_IP"
+"""vLLM's variable with the address of a node, in an engine of several nodes."""
+AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable that says that another process has opened the store in which the ranks meet."""
 VLLM_QUANTIZATION: Final[Mapping[Quantization, str]] = {Quantization.FP8: "fp8_per_channel"}
 """Name of vLLM's online quantization: vLLM loads bfloat16 and rounds it. A scale for each output of a layer and one for
 each token: of vLLM's three FP8 formats, the one whose kernels are in its package and need no compiler at run time."""

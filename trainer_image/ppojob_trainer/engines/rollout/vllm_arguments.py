@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,7 +14,13 @@ from vllm import AsyncEngineArgs
 from ppojob_api.v1alpha1.engine_rules import SCHEDULING_ARGS
 from ppojob_trainer.engines.errors import EngineArgumentError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
-from ppojob_trainer.engines.rollout.options import SCHEDULER, RolloutOptions, engine_arguments
+from ppojob_trainer.engines.rollout.options import (
+    AGENT_STORE,
+    HOST_ADDRESS,
+    SCHEDULER,
+    RolloutOptions,
+    engine_arguments,
+)
 from ppojob_trainer.engines.rollout.scheduler import is_supported
 
 
@@ -27,7 +34,9 @@ def prepare_process(address: str | None = None) -> None:
     # for its kernels in the wrong folder and compile them again, which takes ten seconds.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     if address is not None:
-        os.environ["VLLM_HOST_IP"] = address
+        os.environ[HOST_ADDRESS] = address
+        # The engine's first node has opened the store in which the workers meet. Without it, worker 0 would open one.
+        os.environ[AGENT_STORE] = "True"
 
 
 def checked_arguments(options: RolloutOptions, node: EngineNode | None = None) -> AsyncEngineArgs:
@@ -48,6 +57,12 @@ def checked_arguments(options: RolloutOptions, node: EngineNode | None = None) -
     if node is not None:
         arguments |= {"nnodes": node.number, "node_rank": node.index}
         arguments |= {"master_addr": node.address, "master_port": node.port}
+        # vLLM's own would be 10 and 30 minutes, and nodes may need different times to read a model.
+        limit = math.ceil(options.timeout_seconds)
+        arguments |= {"distributed_timeout_seconds": limit, "cpu_distributed_timeout_seconds": limit}
+        # vLLM's kernel is for one host. It recognizes a host by shared memory alone, so with two nodes on one host it
+        # looks for the GPUs of both in CUDA_VISIBLE_DEVICES, and fails. With NVLink between hosts, it needs multicast.
+        arguments["disable_custom_all_reduce"] = True
     if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
         arguments["scheduler_cls"] = SCHEDULER
     elif needing := [name for name, is_used in _needs_scheduler(options).items() if is_used]:

@@ -41,7 +41,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ppojob_trainer.engines.rollout.load_count import Expected, counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
-from ppojob_trainer.engines.rollout.options import WORKER_FAILURE
+from ppojob_trainer.engines.rollout.options import HOST_ADDRESS, WORKER_ADDRESS, WORKER_FAILURE
 from ppojob_trainer.engines.rollout.owner import end_with
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
 from ppojob_trainer.engines.rollout.read_back import ReadBack
@@ -60,7 +60,7 @@ P = ParamSpec("P")
 
 
 def returns_failures(method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
-    """Let a method return its error's message instead of raising it, as {WORKER_FAILURE: message}."""
+    """Let a method return its error's message instead of raising it, as WORKER_FAILURE, with this node's address."""
 
     @wraps(method)
     def answered(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
@@ -68,7 +68,8 @@ def returns_failures(method: Callable[P, dict[str, Any]]) -> Callable[P, dict[st
             return method(*args, **kwargs)
         except Exception as error:
             logger.exception("%s failed", method.__name__)
-            return {WORKER_FAILURE: f"{error}" or type(error).__name__}
+            message = f"{error}" or type(error).__name__
+            return {WORKER_FAILURE: message, WORKER_ADDRESS: os.environ.get(HOST_ADDRESS)}
 
     return answered
 

@@ -29,6 +29,7 @@ __all__ = [
     "check_is_mixture",
     "check_vocabulary",
     "context_length",
+    "expert_numbers",
     "indivisible",
     "longest_input",
     "num_experts",
@@ -96,6 +97,12 @@ def active_intermediate(config: Any) -> int:
         return dense
     per_token += int(getattr(config, "n_shared_experts", None) or 0)
     return max(dense, per_token * int(getattr(config, "moe_intermediate_size", None) or dense))
+
+
+def expert_numbers(config: Any) -> int:
+    """Return the numbers of all routed experts of a layer; 0 if the model is no mixture of experts."""
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
+    return 3 * int(config.hidden_size) * int(inner) * (num_experts(config) or 0)
 
 
 def attention_width(config: Any) -> float:

@@ -99,11 +99,19 @@ class Bucket:
             part.copy_(inside(tensor, box))
 
     def tensors(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters in a uint8 buffer, contiguous: as views, or else with NaN for what was not sent."""
+        """Yield the parameters in a uint8 buffer: as views, or else with NaN for what was not sent.
+
+        They are contiguous, unless nothing of one was sent: all its numbers are one number in memory. vLLM keeps what
+        it gets for a layer until the layer is complete, and most experts of other GPUs are not sent.
+        """
         for index, spec in enumerate(self.specs):
             if spec.boxes is None or spec.boxes == (whole_box(spec.shape),):
                 ((_, tensor),) = self.parts(buffer, index)
                 yield spec.name, tensor
+                continue
+            if not spec.boxes:
+                one = torch.full((), torch.nan, dtype=spec.torch_dtype, device=buffer.device)
+                yield spec.name, one.expand(spec.shape)
                 continue
             tensor = torch.full(spec.shape, torch.nan, dtype=spec.torch_dtype, device=buffer.device)
             for box, part in self.parts(buffer, index):

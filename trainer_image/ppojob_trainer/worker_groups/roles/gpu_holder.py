@@ -97,7 +97,7 @@ class GpuHolder:
         from ppojob_trainer.engines.rollout.follower import EngineFollower
 
         options = RolloutOptions.from_spec(self.spec, self.pool)
-        self._follower = EngineFollower(options, part.node, self.context.log_file.name)
+        self._follower = EngineFollower(options, part.node, self.context.log_file)
         self._follower.start()
 
     @register(dispatch=Dispatch.ONE_TO_ALL)

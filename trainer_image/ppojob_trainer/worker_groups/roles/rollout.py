@@ -212,7 +212,7 @@ class RolloutWorker:
                 if self._engine.loss is None:
                     # They stay, because a part costs each of its readers a fetch.
                     return None
-                one = EngineLostError(self._engine.loss)
+                one = self._engine.loss
             if isinstance(one, Exception):
                 if not found:
                     raise self._explained(one)

@@ -39,6 +39,9 @@ __all__ = ["Replicas", "Report", "RolloutGroup", "RolloutOfStep"]
 
 logger = logging.getLogger(__name__)
 
+_GRACE_S = 15.0
+"""Longest wait for the failure of an engine's other node, whose workers vLLM ends before it reports it."""
+
 P = ParamSpec("P")
 Command: TypeAlias = RemoteMethod[RolloutWorker, P, None, P, Future[list[None]]]
 """A method of a replica without an answer."""
@@ -143,12 +146,23 @@ class Replicas:
 
     async def load(self) -> list[Capacity]:
         """Let the engines allocate their share of the GPUs' memory, and wait until they are ready."""
-        loading = self.group.call(RolloutWorker.load)
-        if self.holders is not None and self.num_nodes > 1:
-            # Both at once: the engine waits for its other nodes, which may fail.
-            capacities, _ = await asyncio.gather(loading, self.holders.call(GpuHolder.load))
-            return capacities
+        loading = asyncio.ensure_future(self.group.call(RolloutWorker.load))
+        if self.holders is None or self.num_nodes == 1:
+            return await loading
+        # The engine waits for its other nodes. If one of them fails, the engine may see it first, and not its cause.
+        others = asyncio.ensure_future(self.holders.call(GpuHolder.load))
+        await asyncio.wait([loading, others], return_when=asyncio.FIRST_EXCEPTION)
+        if not others.done():
+            await asyncio.wait([others], timeout=_GRACE_S)
+        for one in (others, loading):
+            if one.done() and (failure := one.exception()) is not None:
+                raise failure
         return await loading
+
+    def holders_of(self, rank: int) -> WorkerGroup[GpuHolder] | None:
+        """Return the processes of a replica's other GPUs; None: it has one GPU."""
+        others = self.size - 1
+        return None if self.holders is None else self.holders.only(*range(rank * others, (rank + 1) * others))
 
 
 class RolloutGroup:
@@ -196,10 +210,8 @@ class RolloutGroup:
         """All processes that are left: those of the replicas, and those that reserve GPUs for them."""
         without = [rank for rank, failure in self.lost.items() if isinstance(failure, WorkerLostError)]
         left = [rank for rank in range(self.num_replicas) if rank not in without]
-        return [
-            self._group.only(*left) if without else self._group,
-            *([] if self._replicas.holders is None else [self._replicas.holders]),
-        ]
+        holders = [self._replicas.holders_of(rank) for rank in self.ranks] if self.lost else [self._replicas.holders]
+        return [self._group.only(*left) if without else self._group, *(group for group in holders if group is not None)]
 
     async def begin_load(self) -> None:
         """Start the engines' processes, which load their libraries and then wait for `load`."""
@@ -313,6 +325,8 @@ class RolloutGroup:
         if not isinstance(failure, WorkerLostError):
             # Nobody waits for it: the process is needed only for the responses that it has stored.
             self._group.only(rank).call(RolloutWorker.stop)
+        if (holders := self._replicas.holders_of(rank)) is not None:
+            holders.kill()
 
 
 class EnginesOfGeneration:
