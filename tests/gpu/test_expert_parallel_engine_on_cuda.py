@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.divided_engine import EXPERTS, divided
+from tests.integration.trainer.divided_engine import EXPERTS, assert_follows, divided
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.gpu(2)
@@ -45,12 +45,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.parametrize("backend", ["nccl", "cuda_ipc"])
 def test_both_gpus_follow_the_weights(seen: dict[str, Any], backend: str) -> None:
-    found = seen[backend]
-    # The engine rounds to bfloat16, and the reference does not: a few tokens have another expert.
-    for push in ("first", "new", "old", "new again"):
-        assert found[push]["apart"] < 0.2 * found["stale"], push
-    for push in ("partial", "partial again", "partial later"):
-        assert found[push]["apart"] < 0.2 * found["stale attention"], push
+    # A few tokens have another expert, because the engine rounds.
+    assert_follows(seen[backend])
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cuda_ipc"])

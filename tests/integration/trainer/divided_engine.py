@@ -40,6 +40,14 @@ def divided(model: Path, device: str, *backends: str, limit: float, kind: str = 
     return seen_by(MODULE, str(model), device, kind, *backends, limit=limit)
 
 
+def assert_follows(found: dict[str, Any]) -> None:
+    """Check that an engine in bfloat16 has followed each push; the model that it is compared with does not round."""
+    for push in ("first", "new", "old", "new again"):
+        assert found[push]["apart"] < 0.2 * found["stale"], push
+    for push in ("partial", "partial again", "partial later"):
+        assert found[push]["apart"] < 0.2 * found["stale attention"], push
+
+
 class Pushes:
     """An engine, and a sender for each of its workers."""
 
