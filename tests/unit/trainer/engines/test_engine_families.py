@@ -281,6 +281,13 @@ def test_the_table_has_the_families_of_these_tests() -> None:
     assert set(support.FAMILIES) == {family for family, _ in FAMILIES.values()}
 
 
+@pytest.mark.parametrize("column", ["lora", "pipeline"])
+def test_the_table_has_adapters_and_pipelines_of_the_families_of_these_tests(column: str) -> None:
+    """The tests of adapters and of stages are for each of them."""
+    tested = {name for name, family in support.FAMILIES.items() if getattr(family, column) is Support.TESTED}
+    assert tested == {family for family, _ in FAMILIES.values()}
+
+
 def test_the_table_has_the_families_that_are_refused_with_tensor_parallelism() -> None:
     refused = {name for name in support.FAMILIES if has_no_division(name)}
     assert {name for name, family in support.FAMILIES.items() if family.tensor_parallel is Support.REFUSED} == refused
