@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
+from ppojob_trainer.engines.errors import EngineLostError
 from ppojob_trainer.engines.rollout.generation import Generation
 from ppojob_trainer.engines.rollout.options import Capacity, SamplingOptions
 from ppojob_trainer.engines.weights.buckets import TensorSpec
@@ -63,7 +64,7 @@ def response_of(seed: int, weights: float) -> list[int]:
 class LightEngine:
     """See `engines.rollout.engine.RolloutEngine`: of it what `RolloutWorker` calls."""
 
-    loss: str | None = None
+    loss: EngineLostError | None = None
 
     def __init__(self, rank: int) -> None:
         self._rank, self._weights = rank, 0.0

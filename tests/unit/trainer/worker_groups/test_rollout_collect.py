@@ -32,7 +32,7 @@ class Engine:
     failure: Exception = field(default_factory=lambda: EngineLostError("vLLM's engine exited"))
     waiting: dict[int, asyncio.Event] = field(default_factory=dict)
     samplings: list[str] = field(default_factory=list)
-    loss: str | None = None
+    loss: EngineLostError | None = None
 
     async def stream(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: Any
