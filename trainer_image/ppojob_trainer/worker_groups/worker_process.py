@@ -169,7 +169,7 @@ class WorkerProcess:
                 raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             # A worker of vLLM may be on another node of the engine.
-            address = getattr(error, "address", None) or self._context.address
+            address = (isinstance(error, WeightReceiptError) and error.address) or self._context.address
             raise GPUFaultError(f"a GPU in the pod with address {address} has failed: {first}", address) from error
 
 

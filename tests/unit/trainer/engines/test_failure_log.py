@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from ppojob_trainer.engines.rollout.failure_log import explain, memory_shortage
+from ppojob_trainer.engines.errors import WeightReceiptError
+from ppojob_trainer.engines.rollout.failure_log import explain, explained, memory_shortage
 
 STARTED = "vLLM could not start with the model /m: "
 POINTER = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -91,3 +94,13 @@ def test_a_message_that_names_its_cause_is_kept() -> None:
 
 def test_without_a_traceback_the_pointer_is_kept() -> None:
     assert explain(STARTED + POINTER, "INFO 11-23 05:00:01 [core.py:1] ready") == STARTED + POINTER
+
+
+def test_an_explained_failure_keeps_the_node_of_its_worker(tmp_path: Path) -> None:
+    error = WeightReceiptError("vLLM's worker 3 failed in ppojob_receive_weights: CUDA error")
+    error.address = "10.0.0.7"
+
+    found = explained(error, tmp_path / "no-log")
+
+    assert isinstance(found, WeightReceiptError)
+    assert (str(found), found.address) == (str(error), "10.0.0.7")

@@ -145,12 +145,14 @@ class FirstNode:
         self._store: TCPStore | None = None
 
     async def meet(self, address: str, num_nodes: int, timeout_seconds: float) -> EngineNode:
-        """Listen for the other nodes; return this one.
+        """Listen for the other nodes; return this one. Once: the nodes of an earlier call stay.
 
         Args:
             address: under which the others reach this one.
             timeout_seconds: for vLLM's workers to meet.
         """
+        if self.node is not None:
+            return self.node
         # vLLM's first worker would bind a port that is free now, minutes later: another process may take it meanwhile.
         self._store = listen(address, timeout_seconds)
         watch_port, token = await self._followers.listen(address), self._followers.token

@@ -1,7 +1,7 @@
 """Reads in vLLM's log why it failed.
 
 vLLM's own processes log their errors; its caller often receives only that they ended ("Engine core initialization
-failed. See root cause above. Failed core proc(s): {}"). Called by the rollout role.
+failed. See root cause above. Failed core proc(s): {}"). Called by the rollout role, and on an engine's other nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["end_of", "explain", "memory_shortage"]
+from ppojob_trainer.engines.errors import EngineArgumentError, RolloutError, RolloutMemoryError
+
+__all__ = ["end_of", "explain", "explained", "memory_shortage"]
 
 _LITTLE_MEMORY = re.compile(r"out of memory|is less than desired GPU memory utilization", re.IGNORECASE)
 # Ray's name of the worker, the name of vLLM's process, and what its logger puts before each line.
@@ -53,6 +55,20 @@ def explain(message: str, log: str) -> str:
     ]
     found = [cause for cause in causes if cause is not None]
     return _POINTER.sub(lambda _: found[-1], message) if found else message
+
+
+def explained(error: Exception, log_file: Path) -> Exception:
+    """Return an engine's failure with its cause, which vLLM often writes only into its log."""
+    if not isinstance(error, RolloutError) or isinstance(error, EngineArgumentError):
+        return error
+    log = end_of(log_file)
+    shortage = memory_shortage(str(error)) or memory_shortage(log)
+    if shortage is not None:
+        return RolloutMemoryError(shortage)
+    found = type(error)(explain(str(error), log))
+    # The node of a failed worker.
+    vars(found).update(vars(error))
+    return found
 
 
 def _chains(lines: list[str]) -> Iterator[list[str]]:

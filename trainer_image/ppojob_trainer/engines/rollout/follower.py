@@ -21,7 +21,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHan
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode, connect_to_first
-from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
+from ppojob_trainer.engines.rollout.failure_log import end_of, explained, memory_shortage
 from ppojob_trainer.engines.rollout.gpu_gate import GpuGate
 from ppojob_trainer.engines.rollout.options import RolloutOptions
 from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments, prepare_process
@@ -49,7 +49,7 @@ class EngineFollower:
         """Let the workers allocate their memory, and wait until all workers of the engine are ready.
 
         Raises:
-            RolloutError: vLLM could not start them; the cause is chained.
+            RolloutError: vLLM could not start them; with the cause from the log.
             TimeoutError: they were not ready in time.
         """
         self._gate.open()
@@ -84,8 +84,8 @@ class EngineFollower:
             logger.exception("vLLM's workers could not start")
             failure = error
             if not isinstance(error, RolloutError):
-                why = explain(f"{error}", end_of(self._log_file))
-                failure = RolloutError(f"vLLM could not start its workers with the model {self._options.path}: {why}")
+                seen = RolloutError(f"vLLM could not start its workers with the model {self._options.path}: {error}")
+                failure = explained(seen, self._log_file)
                 failure.__cause__ = error
             self._report(connection, f"{failure}")
             self._started.set_exception(failure)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.engines.errors import EngineArgumentError, EngineLostError, RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.errors import EngineLostError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
-from ppojob_trainer.engines.rollout.failure_log import end_of, explain, memory_shortage
 from ppojob_trainer.engines.rollout.options import RolloutOptions
 from ppojob_trainer.engines.transports import log_connections
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     # vLLM takes seconds to import.
     from ppojob_trainer.engines.rollout.follower import EngineFollower
 
-__all__ = ["GpuHolder", "NodePart", "explained", "prepare_part"]
+__all__ = ["GpuHolder", "NodePart", "prepare_part"]
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -54,15 +53,6 @@ def prepare_part(part: NodePart, device: Device, log_file: Path) -> None:
     if part.other_gpus:
         # Ray makes only the GPU of a process's bundle visible to it. vLLM has not read the variable yet.
         os.environ[_VISIBLE] = ",".join([os.environ[_VISIBLE], *part.other_gpus])
-
-
-def explained(error: Exception, log_file: Path) -> Exception:
-    """Return an engine's failure with its cause, which vLLM often writes only into its log."""
-    if not isinstance(error, RolloutError) or isinstance(error, EngineArgumentError):
-        return error
-    log = end_of(log_file)
-    shortage = memory_shortage(str(error)) or memory_shortage(log)
-    return type(error)(explain(str(error), log)) if shortage is None else RolloutMemoryError(shortage)
 
 
 class GpuHolder:
@@ -115,8 +105,6 @@ class GpuHolder:
         except TimeoutError as error:
             limit = f"{self.context.timeout_s:g} s"
             raise CallTimeoutError(f"vLLM's workers were not ready within {limit}: see this role's log") from error
-        except RolloutError as error:
-            raise explained(error, self.context.log_file) from error
 
     def check(self) -> None:
         """Raise an EngineLostError if an engine's workers on this node have exited."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.errors import EngineLostError, RolloutError
 from ppojob_trainer.engines.rollout.engine_nodes import EngineNode
+from ppojob_trainer.engines.rollout.failure_log import explained
 from ppojob_trainer.engines.rollout.options import (
     NO_DRAFTS,
     Capacity,
@@ -37,7 +38,7 @@ from ppojob_trainer.engines.weights.receipts import Receipt
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from ppojob_trainer.worker_groups.dispatch import Dispatch, Metrics, register
 from ppojob_trainer.worker_groups.errors import CallTimeoutError, NotRenewableError
-from ppojob_trainer.worker_groups.roles.gpu_holder import NodePart, explained, prepare_part
+from ppojob_trainer.worker_groups.roles.gpu_holder import NodePart, prepare_part
 from ppojob_trainer.worker_groups.stored_rows import StoredRows, store_rows
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
@@ -106,7 +107,6 @@ class RolloutWorker:
 
     _patience_s: float | None = None
     _starting: Future[None] | None = None
-    _node: EngineNode | None = None
 
     def __init__(self, context: WorkerContext, spec: PPOJobSpec, pool: str) -> None:
         # vLLM takes seconds to import, and reads its environment at import.
@@ -129,9 +129,7 @@ class RolloutWorker:
 
         Once: an engine of an earlier attempt continues, as do its other nodes.
         """
-        if self._node is None:
-            self._node = self._wait(self._engine.meet(self.context.address, num_nodes))
-        return self._node
+        return self._wait(self._engine.meet(self.context.address, num_nodes))
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     def begin_load(self, part: NodePart) -> None:
