@@ -20,7 +20,7 @@ from ppojob_trainer.controller.layout import layout_of
 from ppojob_trainer.controller.phases import Phase, busy_seconds
 from ppojob_trainer.controller.step_time import Layout, is_of_step
 from ppojob_trainer.telemetry.trace import Span, read_trace
-from tests.bench.whole_run import run_job
+from tests.bench.whole_run import run_job, steps_of
 
 WARM_UP_STEPS = 3
 _TIMING = "timing_s/"
@@ -110,15 +110,14 @@ def read(name: str, folder: Path) -> Result:
     """Read what a run has left."""
     started = json.loads((folder / "finished.json").read_text(encoding="utf-8"))["started"]
     spec = spec_of(yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8")))
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    first = next(row for row in rows if row["step"] == 1)
+    rows = steps_of(folder / "run")
     steps = [
         {metric: float(value) for metric, value in row.items() if isinstance(value, float)}
-        for row in rows
-        if row["step"] > WARM_UP_STEPS
+        for step, row in rows.items()
+        if step > WARM_UP_STEPS
     ]
     share = share_between_phases(read_trace(folder / "run" / "trace.json"), WARM_UP_STEPS + 1)
-    return Result(name, first["time"] - started, steps, spec, share)
+    return Result(name, rows[1]["time"] - started, steps, spec, share)
 
 
 def spec_of(job: Mapping[str, Any]) -> PPOJobSpec:

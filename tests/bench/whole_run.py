@@ -5,7 +5,6 @@ Called by `measurement`, `bench_checkpoint` and `bench_host_memory`.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from ppojob_trainer.telemetry.records import read_metrics
 
 PROGRAM = "from ppojob_trainer.cli import main; main()"
 RUN_LIMIT_S = 900.0
@@ -47,11 +48,7 @@ def run_job(
 
 def steps_of(output: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics of the steps that a run has recorded so far, by step."""
-    file = output / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    # Behind the last end of a line, there may be the beginning of one that is being written.
-    rows = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return {int(row["step"]): row for row in rows}
+    return {int(row["step"] or 0): row for row in read_metrics(output / "metrics.jsonl")}
 
 
 def _wait(process: subprocess.Popen[bytes], output: Path, stop_after: int | None, limit_s: float) -> int:

@@ -1,12 +1,12 @@
 """A small version of the first example: few tokens in a step, one or two ranks; and waiting for its steps."""
 
-import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppojob_trainer.telemetry.records import read_metrics
 from tests.e2e.conftest import Site
 from tools.cluster.waiting import wait_until
 
@@ -40,9 +40,8 @@ def small_pools(actor_ranks: int = 1, *, critic_nodes: int = 1, **fields: Any) -
 
 def records(site: Site, name: str) -> dict[int, float]:
     """Return for each step when it was last finished, in seconds since 1970."""
-    metrics = site.root(name) / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return {record["step"]: record["time"] for record in map(json.loads, lines)}
+    found = read_metrics(site.root(name) / "metrics.jsonl")
+    return {int(record["step"] or 0): record["time"] or 0.0 for record in found}
 
 
 def await_step(site: Site, name: str, step: int, *, since: float = 0.0) -> float:

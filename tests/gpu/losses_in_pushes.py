@@ -34,7 +34,8 @@ from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.rollout import RolloutWorker
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.gpu.link_ranks import wait_for, write
-from tests.integration.trainer.attempts import core_of, left_of
+from tests.integration.trainer.attempts import core_of
+from tests.processes import left_of
 
 LOST_STEP = 2
 """The engine is lost in the push after this step."""

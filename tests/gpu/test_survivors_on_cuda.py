@@ -23,11 +23,11 @@ from tests.integration.trainer.attempts import (
     core_of,
     failure_of,
     is_saved,
-    left_of,
     processes_of,
     separate_ray,
 )
-from tests.integration.trainer.runs import Run, job_of, log_of, wait_until
+from tests.integration.trainer.runs import Run, job_of, log_of, records_of, wait_until
+from tests.processes import left_of
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -112,12 +112,6 @@ def workers_of(root: Path) -> dict[str, psutil.Process]:
     return {name: process for name, process in processes_of(root).items() if name in ALL}
 
 
-def has_metrics(root: Path) -> bool:
-    """Whether a step has its line in the metrics; with a checkpoint in the foreground, that is saved before."""
-    metrics = root / "metrics.jsonl"
-    return metrics.exists() and metrics.read_text().endswith("\n")
-
-
 def lost_after_a_checkpoint(
     job: JobFile, role: str | None, limit_s: float
 ) -> tuple[dict[str, psutil.Process], dict[str, psutil.Process], float]:
@@ -128,7 +122,9 @@ def lost_after_a_checkpoint(
     """
     root = Path(job.root)
     with attempt(0, root, job) as driver:
-        wait_until(lambda: is_saved(root, 1) and has_metrics(root), driver, "the checkpoint of step 1", root, limit_s)
+        wait_until(
+            lambda: is_saved(root, 1) and 1 in records_of(root), driver, "the checkpoint of step 1", root, limit_s
+        )
         found = workers_of(root)
         assert found.keys() == ALL
         cores = {pool: core_of(found[name]) for pool, name in ENGINES.items()}

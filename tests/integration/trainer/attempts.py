@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,21 +89,6 @@ def num_resumed(root: Path) -> int:
 def core_of(rollout: psutil.Process) -> psutil.Process:
     """Return the process in which the vLLM of a replica computes."""
     return next(child for child in rollout.children() if child.name().startswith("VLLM"))
-
-
-def left_of(processes: Iterable[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Return those that still run after a while. One that has ended does not, even if its parent has not noticed."""
-    end = time.monotonic() + limit_s
-    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < end:
-        time.sleep(0.1)
-    return left
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def is_saved(root: Path, step: int) -> bool:

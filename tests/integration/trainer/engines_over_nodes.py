@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,14 +61,24 @@ def run_until_a_node_is_gone(root: Path, spec: dict[str, Any], pods: Pods, num_s
     Checks that the job failed, and that the engine's loss was the reason.
     """
 
-    def kill_in_time() -> None:
-        while not (root / "metrics.jsonl").exists() or max(records_of(root)) < num_steps:
-            time.sleep(0.05)
-        pods.kill_second_node()
+    has_ended, stop = threading.Event(), threading.Event()
 
-    killing = threading.Thread(target=kill_in_time, daemon=True)
-    killing.start()
-    with pytest.raises(JobFailedError, match="the engine has lost its workers on the node with address"):
-        run_job(job_of(root, spec), attempt=0, stop=threading.Event())
-    assert not killing.is_alive()
+    def kill_in_time() -> None:
+        try:
+            while max(records_of(root), default=0) < num_steps:
+                if has_ended.wait(0.05):
+                    return
+            pods.kill_second_node()
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(1) as threads:
+        killing = threads.submit(kill_in_time)
+        try:
+            with pytest.raises(JobFailedError, match="the engine has lost its workers on the node with address"):
+                run_job(job_of(root, spec), attempt=0, stop=stop)
+        finally:
+            has_ended.set()
+    killing.result()
     return {step: record for step, record in records_of(root).items() if step <= num_steps}

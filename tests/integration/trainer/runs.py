@@ -6,7 +6,6 @@ separate process that can be killed.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from ppojob_api.v1alpha1.resolve import JobFile, resolve
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.controller.loop import Outcome
 from ppojob_trainer.main import run_job
+from ppojob_trainer.telemetry.records import read_metrics
 
 TASK = {"task": "products", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 MIXTURE = {
@@ -194,10 +194,9 @@ def log_of(root: Path) -> str:
     return (root / "output.txt").read_text(errors="replace")[-20_000:]
 
 
-def records_of(root: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step."""
-    lines = (root / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
+def records_of(root: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each step that a run has recorded so far; it may still write."""
+    return {int(record["step"] or 0): record for record in read_metrics(root / "metrics.jsonl")}
 
 
 def comparable(record: dict[str, float]) -> dict[str, float]:

@@ -116,12 +116,6 @@ def is_beside(trace: list[Span], one: str, step: int, other: str, step_of_other:
     return mine.start < theirs.end and theirs.start < mine.end
 
 
-def num_records(root: Path) -> int:
-    """Return the complete records; that of the validation before training is one of them."""
-    path = root / "metrics.jsonl"
-    return path.read_text().count("\n") if path.is_file() else 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path: Path, staleness: int) -> None:
@@ -139,7 +133,7 @@ def test_a_killed_run_has_the_numbers_of_one_that_was_not(model: Path, tmp_path:
         root.mkdir()
     with started(killed, spec) as run:
         # The record of a step follows its checkpoint.
-        wait_until(lambda: num_records(killed) > KILLED_AFTER, run, "the third checkpoint and record", killed)
+        wait_until(lambda: len(records_of(killed)) > KILLED_AFTER, run, "the third checkpoint and record", killed)
         kill_unfinished(run, killed)
     manifest = json.loads((killed / "checkpoints" / "step-3" / "manifest.json").read_text())
     assert (
@@ -176,7 +170,7 @@ def test_weights_arrive_while_responses_are_generated_and_a_killed_run_loses_non
         trainer={"totalSteps": KILLED_STEPS, "validateEverySteps": 0},
     )
     with started(tmp_path, spec) as run:
-        wait_until(lambda: num_records(tmp_path) >= KILLED_AFTER, run, "the third record", tmp_path)
+        wait_until(lambda: len(records_of(tmp_path)) >= KILLED_AFTER, run, "the third record", tmp_path)
         kill_unfinished(run, tmp_path)
     last = max(int(folder.name.removeprefix("step-")) for folder in (tmp_path / "checkpoints").glob("step-*"))
     saved = json.loads((tmp_path / "checkpoints" / f"step-{last}" / "manifest.json").read_text())["state"]["queue"]

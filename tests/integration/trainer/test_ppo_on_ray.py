@@ -150,7 +150,7 @@ def resumed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     # Scoring takes a second and a half, so that the stop comes before the updates of step 2.
     slow = {"reward": reward_of_letters(0.2), "schedule": {"mode": "Serial"}}
     stop = threading.Event()
-    watcher = threading.Thread(target=set_when, args=(stop, lambda: has_record(root, 1)))
+    watcher = threading.Thread(target=set_when, args=(stop, lambda: 1 in records_of(root)))
     watcher.start()
 
     stopped = run_job(job_of(root, mixture_spec(model, **slow)), attempt=0, stop=stop)
@@ -277,11 +277,6 @@ def test_no_process_is_left(adapted: Run) -> None:
         time.sleep(0.5)
 
     assert left == []
-
-
-def has_record(root: Path, step: int) -> bool:
-    path = root / "metrics.jsonl"
-    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def set_when(event: threading.Event, condition: Callable[[], bool]) -> None:

@@ -22,7 +22,6 @@ from tests.integration.trainer.attempts import (
     core_of,
     failure_of,
     is_saved,
-    left_of,
     num_resumed,
     processes_of,
     separate_ray,
@@ -39,6 +38,7 @@ from tests.integration.trainer.runs import (
     records_of,
     wait_until,
 )
+from tests.processes import left_of
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 

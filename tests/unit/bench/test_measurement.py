@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -15,6 +14,7 @@ from tests.bench import predictions, report, whole_run, workload
 from tests.bench.floors import sync_floor
 from tests.bench.layouts import layout
 from tests.bench.measurement import Result, measure, read, share_between_phases
+from tests.processes import left_of
 
 SIZE = workload.Size("tiny", 8, 16, 16, 512)
 # Half of a generation on one GPU, and a tenth of what computes all tokens at once, stay: on two GPUs 3 s and 1.1 s.
@@ -169,7 +169,7 @@ def test_a_run_is_killed_after_its_last_step(tmp_path: Path, monkeypatch: pytest
 
     assert len(result.steps) >= 2
     child = int((tmp_path / "colocated" / "run" / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert left_of([child], limit_s=60) == []
 
 
 def test_a_run_that_ends_before_its_last_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

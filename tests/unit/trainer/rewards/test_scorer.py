@@ -9,7 +9,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ppojob_trainer.rewards import (
@@ -23,6 +22,7 @@ from ppojob_trainer.rewards import (
 )
 from ppojob_trainer.rewards.scoring import processes
 from ppojob_trainer.rewards.scoring.processes import DEFAULT_CALLS
+from tests.processes import left_of
 from tests.unit.trainer.rewards.odd_functions import LATER_S
 
 ODD = str(Path(__file__).with_name("odd_functions.py"))
@@ -40,13 +40,6 @@ def many(number: int, **special: str) -> list[ScoreItem]:
     for place, text in special.items():
         texts[int(place.removeprefix("at_"))] = text
     return items(*texts)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
@@ -231,11 +224,7 @@ def test_what_a_function_has_started_ends_with_it(scorer_of: MakeScorer, clock_o
 
     scorer.score(items("child"))
 
-    pid = int(child.read_text())
-    deadline = time.monotonic() + 60
-    while is_running(pid):
-        assert time.monotonic() < deadline, "the child still runs"
-        time.sleep(0.05)
+    assert left_of([int(child.read_text())], limit_s=60) == []
 
 
 @pytest.mark.slow
@@ -327,8 +316,4 @@ def test_the_processes_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     worker.kill()
     worker.wait()
 
-    child = int(os.path.basename(marks[0]))
-    deadline = time.monotonic() + 60
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert left_of([int(os.path.basename(marks[0]))], limit_s=60) == []
