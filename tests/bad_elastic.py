@@ -50,6 +50,9 @@ BAD_ELASTIC = (
             {**_third(_BOUNDS), _spec("device"): "CPU", _spec("pools", 0, "nodes"): 2,
              _spec("rollout"): {"tensorParallelSize": 2}},
             "spec.rollout.tensorParallelSize", "elastic pool spot has one node: set it to 1", shows="2"),
+    BadSpec("engine of two stages over the nodes of an elastic pool",
+            {**_third(_BOUNDS), _spec("rollout"): {"pipelineParallelSize": 2}},
+            "spec.rollout.pipelineParallelSize", "an engine of an elastic pool has one node: use a divisor", shows="2"),
     BadSpec("autoBalance with an elastic pool", {**_third(_BOUNDS), _spec("autoBalance"): {"enabled": True}},
             "spec.autoBalance.enabled", "spot is elastic", shows="True"),
 )  # fmt: skip

@@ -129,7 +129,7 @@ def _pool(spec: PPOJobSpec) -> str:
 
 def _environment(spec: PPOJobSpec) -> dict[str, str]:
     """Return what a replica's process has, its threads included."""
-    replicas = spec.pool(_pool(spec)).gpus // spec.rollout.tensor_parallel_size
+    replicas = spec.pool(_pool(spec)).gpus // spec.rollout.gpus_per_replica
     threads = num_threads(replicas, has_gpu=spec.device is Device.CUDA)
     return rollout_environment(spec, _pool(spec)) | {"OMP_NUM_THREADS": str(threads)}
 

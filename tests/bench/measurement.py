@@ -81,7 +81,7 @@ class Result(Run):
 
     def replicas(self) -> int:
         """Return the number of vLLM's engines."""
-        return self.layout.gpus_of(Phase.GENERATE) // self.spec.rollout.tensor_parallel_size
+        return self.layout.gpus_of(Phase.GENERATE) // self.spec.rollout.gpus_per_replica
 
 
 def measure(name: str, job: Mapping[str, Any], folder: Path, *, stop_after: int | None = None) -> Result:

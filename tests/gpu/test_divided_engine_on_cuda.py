@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.divided_engine import assert_follows, divided
+from tests.integration.trainer.divided_engine import SLICES, STAGES, assert_follows, divided
 from tests.integration.trainer.tiny_model import INITIALIZER_RANGE, write_tiny_model
 
 pytestmark = pytest.mark.gpu(2)
@@ -26,10 +26,10 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[SLICES, STAGES])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model: Path = write_tiny_model(tmp_path_factory.mktemp("model"), **SHAPE)
-    found = divided(model, "CUDA", "nccl", "cuda_ipc", limit=LIMIT_SECONDS)
+    found = divided(model, "CUDA", "nccl", "cuda_ipc", limit=LIMIT_SECONDS, kind=request.param)
     print(json.dumps(found, indent=1))
     return found
 
@@ -55,5 +55,6 @@ def test_each_gpu_gets_its_part_over_nccl(seen: dict[str, Any]) -> None:
     assert seen["cuda_ipc"]["new"]["bytes"] == [whole] * 2
 
 
+@pytest.mark.parametrize("seen", [SLICES], indirect=True)
 def test_parts_of_the_other_gpu_are_refused(seen: dict[str, Any]) -> None:
     assert "are not those of the trainer's weights" in seen["nccl"]["refusal"]

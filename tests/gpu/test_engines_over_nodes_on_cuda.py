@@ -13,7 +13,7 @@ from tests.integration.trainer.runs import finish
 
 pytestmark = [pytest.mark.timeout(300)]
 
-OVER_NODES = {**ROLLOUT, "samplesPerPrompt": 2, "tensorParallelSize": 2}
+OVER_NODES = {**ROLLOUT, "samplesPerPrompt": 2}
 LARGEST_DIFFERENCE = 0.02
 """Mean difference of the probabilities of trainer and engine, in bfloat16."""
 
@@ -23,17 +23,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def spec_in(model: Path, pools: dict[str, int], rollout: str, **changes: Any) -> dict[str, Any]:
+@pytest.fixture(params=["tensorParallelSize", "pipelineParallelSize"])
+def size(request: pytest.FixtureRequest) -> str:
+    """By which field the engine is divided."""
+    found: str = request.param
+    return found
+
+
+def spec_in(model: Path, pools: dict[str, int], rollout: str, size: str, **changes: Any) -> dict[str, Any]:
     """Return the spec of a job without a critic; `pools`: nodes of each, with one GPU."""
-    sections = {"algorithm": {"advantageEstimator": "GRPO"}, "rollout": OVER_NODES}
+    sections = {"algorithm": {"advantageEstimator": "GRPO"}, "rollout": {**OVER_NODES, size: 2}}
     spec = lossy_spec(model, {}, {"actor": next(iter(pools)), "rollout": [rollout]}, **sections | changes)
     return spec | {"pools": [{"name": name, "nodes": nodes, "gpusPerNode": 1} for name, nodes in pools.items()]}
 
 
 @pytest.mark.gpu(2)
-def test_an_engine_on_the_actors_gpus_follows_the_weights_and_sleeps(model: Path, tmp_path: Path) -> None:
+def test_an_engine_on_the_actors_gpus_follows_the_weights_and_sleeps(model: Path, tmp_path: Path, size: str) -> None:
     with pods_of({"all": [0, 1]}):
-        records = finish(tmp_path, spec_in(model, {"all": 2}, "all")).records
+        records = finish(tmp_path, spec_in(model, {"all": 2}, "all", size)).records
 
     assert list(records) == list(range(1, NUM_STEPS + 1))
     differences = [record["training/rollout_probs_diff_mean"] for record in records.values()]
@@ -43,8 +50,10 @@ def test_an_engine_on_the_actors_gpus_follows_the_weights_and_sleeps(model: Path
 
 
 @pytest.mark.gpu(3)
-def test_an_engine_whose_workers_would_wait_in_nccl_is_lost_with_one_of_its_nodes(model: Path, tmp_path: Path) -> None:
-    spec = spec_in(model, {"actor": 1, ENGINE: 2}, ENGINE, trainer={"totalSteps": 10_000})
+def test_an_engine_whose_workers_would_wait_in_nccl_is_lost_with_one_of_its_nodes(
+    model: Path, tmp_path: Path, size: str
+) -> None:
+    spec = spec_in(model, {"actor": 1, ENGINE: 2}, ENGINE, size, trainer={"totalSteps": 10_000})
     with pods_of({"actor": [0], ENGINE: [1, 2]}) as pods:
         records = run_until_a_node_is_gone(tmp_path, spec, pods, NUM_STEPS)
 

@@ -35,14 +35,14 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
     "quantization_config": "use rollout.quantization",
     "load_format": _WEIGHTS,
     "enable_lora": "use model.actor.lora: the engine gets the merged weights",
-    "pipeline_parallel_size": _PROCESSES,
+    "pipeline_parallel_size": "use rollout.pipelineParallelSize",
     "data_parallel_size": "the number of engines follows from the pool's GPUs: remove it",
     "enable_expert_parallel": "use rollout.enableExpertParallel",
     "enable_eplb": "the trainer sends each GPU its own experts, and this moves them between GPUs: remove it",
     "prefill_context_parallel_size": "use rollout.tensorParallelSize",
     "expert_placement_strategy": "some of vLLM's kernels need consecutive experts on each GPU: remove it",
     "distributed_executor_backend": _PROCESSES,
-    "nnodes": "use rollout.tensorParallelSize, of more GPUs than a node has",
+    "nnodes": "use rollout.pipelineParallelSize or tensorParallelSize, of more GPUs than a node has",
     "node_rank": _PROCESSES,
     "master_addr": _PROCESSES,
     "master_port": _PROCESSES,
@@ -61,13 +61,22 @@ RESERVED_ENGINE_ARGS: Mapping[str, str] = {
 SCHEDULING_ARGS = frozenset({"async_scheduling", "scheduler_cls", "scheduling_policy"})
 """Arguments with which the user chooses how vLLM schedules. Then vLLM's scheduler runs in place of the trainer's."""
 
+_IS_ONE_STAGE = "self.rollout.pipelineParallelSize == 1"
+
 ENGINE_RULES = [
     Rule(
-        rule=f"(self.{role}.engine == 'Class') == has(self.{role}.engineClass)",
-        message=f"{role}.engine Class needs the block engineClass, and only Class reads it",
-        field_path=f".{role}.engineClass",
-    )
-    for role in ("actor", "critic")
+        rule=f"!has(self.rollout.speculative) || {_IS_ONE_STAGE}",
+        message="rollout.speculative drafts in engines of one stage: set rollout.pipelineParallelSize to 1",
+        field_path=".rollout.pipelineParallelSize",
+    ),
+    *(
+        Rule(
+            rule=f"(self.{role}.engine == 'Class') == has(self.{role}.engineClass)",
+            message=f"{role}.engine Class needs the block engineClass, and only Class reads it",
+            field_path=f".{role}.engineClass",
+        )
+        for role in ("actor", "critic")
+    ),
 ]
 
 _BALANCE = "self.actor.routerAuxLossCoefficient"
@@ -94,6 +103,11 @@ EXPERT_RULES = [
         rule=f"!{_REPLAY} || self.actor.engine == 'FSDP'",
         message="a training engine of class Class does not replay experts: set rollout.routingReplay to false",
         field_path=".rollout.routingReplay",
+    ),
+    Rule(
+        rule=f"!{_REPLAY} || {_IS_ONE_STAGE}",
+        message="routingReplay records the experts of one stage: set rollout.pipelineParallelSize to 1",
+        field_path=".rollout.pipelineParallelSize",
     ),
     Rule(
         rule=f"!{_DIVIDED} || self.rollout.tensorParallelSize > 1",
@@ -151,6 +165,13 @@ def _engine_args_are_the_users(spec: PPOJobSpec) -> Iterator[Problem]:
             yield f"rollout.engineArgs.{name}", value, RESERVED_ENGINE_ARGS[name]
 
 
+def _drafts_are_of_one_stage(spec: PPOJobSpec) -> Iterator[Problem]:
+    rollout = spec.rollout
+    if rollout.speculative is not None and rollout.pipeline_parallel_size > 1:
+        remedy = "rollout.speculative drafts in engines of one stage: set it to 1, or remove rollout.speculative"
+        yield "rollout.pipelineParallelSize", rollout.pipeline_parallel_size, remedy
+
+
 def _the_trainers_scheduler_is_there(spec: PPOJobSpec) -> Iterator[Problem]:
     needs = {
         "rollout.speculative": spec.rollout.speculative is not None,
@@ -178,6 +199,9 @@ def _experts_can_be_replayed(spec: PPOJobSpec) -> Iterator[Problem]:
         given = rollout.speculative.to_wire()
         remedy = f"{replay} does not record the experts of drafts: remove rollout.speculative, or set {replay}: false"
         yield "rollout.speculative", given, remedy
+    if rollout.pipeline_parallel_size > 1:
+        remedy = f"{replay} records the experts of one stage: set it to 1, or {replay}: false"
+        yield "rollout.pipelineParallelSize", rollout.pipeline_parallel_size, remedy
     if spec.schedule.updates_in_flight:
         remedy = (
             f"{replay} does not record responses of several weights: set BetweenGenerations, or set {replay}: false"
@@ -229,6 +253,7 @@ ENGINE_CHECKS = (
     _engine_classes_are_read,
     _engine_classes_are_module_or_file,
     _engine_args_are_the_users,
+    _drafts_are_of_one_stage,
     _the_trainers_scheduler_is_there,
     _experts_can_be_replayed,
     _engines_can_divide_experts,

@@ -39,10 +39,10 @@ class TrainedSizes(ApiModel):
 
 
 class RolloutSizes(ApiModel):
-    """Over how many GPUs a rollout engine is divided."""
+    """Over how many GPUs a layer of a rollout engine is divided."""
 
     tensor_parallel_size: int = Field(ge=1)
-    """GPUs of one replica."""
+    """GPUs of one replica, or of each of its stages."""
 
 
 class Layout(ApiModel):
@@ -76,8 +76,8 @@ SETTINGS = (
     "actor.expertParallelSize", "critic.expertParallelSize",
     *(f"rollout.{field}" for field in
       ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "enableChunkedPrefill", "enablePrefixCaching",
-       "enforceEager", "enableExpertParallel", "logProbs", "sleep", "cpuCacheGib", "speculative",
-       "engineArgs")),
+       "enforceEager", "pipelineParallelSize", "enableExpertParallel", "logProbs", "sleep", "cpuCacheGib",
+       "speculative", "engineArgs")),
     "checkpoint.async", "trainer.dataWorkers", "trainer.phaseTimeoutSeconds",
 )  # fmt: skip
 """Fields that decide about memory, speed and the environment, and about no number but for rounding."""

@@ -21,6 +21,16 @@ NODES = "p.?nodes.orValue(1)"
 _POOL_OF = {"actor": (ACTOR_POOL, IS_IDLE["actor"]), "critic": (CRITIC_POOL, IS_IDLE["critic"])}
 """The pool of a trained role, and when it has none."""
 
+_REPLICAS = {
+    "tensorParallelSize": ("self.rollout.tensorParallelSize", "rollout.tensorParallelSize"),
+    "pipelineParallelSize": (
+        "(self.rollout.pipelineParallelSize * self.rollout.tensorParallelSize)",
+        "rollout.pipelineParallelSize times tensorParallelSize",
+    ),
+}
+"""Field of an engine's size -> the number that must divide its pools in CEL, and what that is called. If the second one
+divides them, so does the first: it is checked for the field that the error names."""
+
 
 def _divide_pool(role: str, pool: str, *sizes: str) -> str:
     """Return in CEL whether the product of a role's sizes divides the GPUs of its pool."""
@@ -114,31 +124,35 @@ PARALLEL_RULES = [
         )
         for role, (pool, is_idle) in _POOL_OF.items()
     ),
-    Rule(
-        rule=(
-            "self.rollout.tensorParallelSize == 1 || self.device == 'CPU' || "
-            f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
-            "p.gpusPerNode % self.rollout.tensorParallelSize == 0 || (!has(p.elastic) && "
-            "self.rollout.tensorParallelSize % p.gpusPerNode == 0 && "
-            f"({NODES} * p.gpusPerNode) % self.rollout.tensorParallelSize == 0))"
-        ),
-        message=(
-            "rollout.tensorParallelSize must divide gpusPerNode of each pool that generates, or be a multiple of it "
-            "that divides the GPUs of the pool; in an elastic pool it must divide gpusPerNode"
-        ),
-        field_path=".rollout.tensorParallelSize",
+    *(
+        Rule(
+            rule=(
+                f"self.rollout.{field} == 1 || self.device == 'CPU' || "
+                f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
+                f"p.gpusPerNode % {size} == 0 || (!has(p.elastic) && "
+                f"{size} % p.gpusPerNode == 0 && ({NODES} * p.gpusPerNode) % {size} == 0))"
+            ),
+            message=(
+                f"{name} must divide gpusPerNode of each pool that generates, or be a multiple of it that divides the "
+                "GPUs of the pool; in an elastic pool it must divide gpusPerNode"
+            ),
+            field_path=f".rollout.{field}",
+        )
+        for field, (size, name) in _REPLICAS.items()
     ),
-    Rule(
-        rule=(
-            "self.rollout.tensorParallelSize == 1 || self.device != 'CPU' || "
-            f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || "
-            f"(!has(p.elastic) && {NODES} % self.rollout.tensorParallelSize == 0))"
-        ),
-        message=(
-            "with device CPU, rollout.tensorParallelSize must divide the nodes of each pool that generates; in an "
-            "elastic pool it must be 1"
-        ),
-        field_path=".rollout.tensorParallelSize",
+    *(
+        Rule(
+            rule=(
+                f"self.rollout.{field} == 1 || self.device != 'CPU' || "
+                f"self.pools.all(p, !(p.name in {ROLLOUT_POOLS}) || (!has(p.elastic) && {NODES} % {size} == 0))"
+            ),
+            message=(
+                f"with device CPU, {name} must divide the nodes of each pool that generates; in an elastic pool it "
+                "must be 1"
+            ),
+            field_path=f".rollout.{field}",
+        )
+        for field, (size, name) in _REPLICAS.items()
     ),
 ]
 
@@ -259,10 +273,16 @@ def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
 
 
 def _replicas_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
-    size = spec.rollout.tensor_parallel_size
+    rollout = spec.rollout
+    tensor, stages = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
     for pool in spec.pools:
-        if pool.name in spec.placement.rollout_pools and (remedy := _remedy_of_replicas(spec.device, pool, size)):
-            yield "rollout.tensorParallelSize", size, remedy
+        if pool.name not in spec.placement.rollout_pools:
+            continue
+        if remedy := _remedy_of_replicas(spec.device, pool, tensor):
+            yield "rollout.tensorParallelSize", tensor, remedy
+        elif remedy := _remedy_of_replicas(spec.device, pool, rollout.gpus_per_replica):
+            times = f"times tensorParallelSize {tensor}, which is {rollout.gpus_per_replica}: " * (tensor > 1)
+            yield "rollout.pipelineParallelSize", stages, f"{times}{remedy}"
 
 
 def _remedy_of_replicas(device: Device, pool: Pool, size: int) -> str | None:
@@ -279,7 +299,7 @@ def _remedy_of_replicas(device: Device, pool: Pool, size: int) -> str | None:
         return None
     if node % size == 0 or (not is_elastic and size % node == 0 and pool.gpus % size == 0):
         return None
-    why = f"does not divide the {node} GPUs of a node of pool {name}"
+    why = f"it does not divide the {node} GPUs of a node of pool {name}"
     if is_elastic:
         return f"{why}, and an engine of an elastic pool has one node: use a divisor"
     return f"{why}: use a divisor, or a multiple of {node} that divides all {pool.gpus} GPUs of the pool"

@@ -66,8 +66,14 @@ class RolloutSpec(ApiModel):
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """GPUs per replica. A multiple of gpusPerNode divides an engine over whole nodes, for models that no node holds.
-    The pool has as many replicas as its GPUs allow. With device CPU: nodes per replica, with one worker on each."""
+    """GPUs that divide each layer of a replica. A replica has tensorParallelSize times pipelineParallelSize GPUs: a
+    part of a node, or whole nodes, for models that no node holds. The pool has as many replicas as its GPUs allow. With
+    device CPU: nodes in place of GPUs, with one worker on each."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Stages of a replica: each has consecutive layers, on tensorParallelSize GPUs. For replicas of several nodes: a
+    stage sends two vectors for each token to the next one, and tensor parallelism exchanges two in each layer. But the
+    stages compute a token one after the other, and each needs other sequences meanwhile. Inside a node, prefer
+    tensorParallelSize. Not with speculative or routingReplay."""
     enable_expert_parallel: bool = False
     """For mixtures of experts: the GPUs of a replica divide the experts of each layer, and each GPU holds whole ones.
     false: each GPU holds a slice of every expert. Attention is divided by heads in both cases. Set it to true if slices
@@ -101,3 +107,8 @@ class RolloutSpec(ApiModel):
     here, or that the trainer sets itself, are rejected."""
     validation: ValidationSampling = ValidationSampling()
     """Sampling for validation."""
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of an engine; with device CPU, its nodes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

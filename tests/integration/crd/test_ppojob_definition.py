@@ -68,6 +68,7 @@ CHANGES: dict[str, Any] = {
     "critic.fsdpSize": 1,
     "rollout": {"temperature": 0.5},
     "rollout.tensorParallelSize": 2,
+    "rollout.pipelineParallelSize": 2,
     "rollout.gpuMemoryUtilization": 0.3,
     "rollout.maxNumSeqs": 64,
     "rollout.maxNumBatchedTokens": 2048,

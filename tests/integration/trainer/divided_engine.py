@@ -1,10 +1,10 @@
-"""Pushes weights to a real vLLM engine of two tensor-parallel workers; prints what was seen as JSON.
+"""Pushes weights to a real vLLM engine of two workers; prints what was seen as JSON.
 
 `divided` runs it with the arguments MODEL DEVICE KIND BACKEND ... The engine is connected by one backend after the
-other. With the kind `experts`, the workers divide the experts of a mixture, and vLLM records which ones it uses; with
-`slices`, they divide each expert. Weights have the trainer's names, with each expert by itself. On CUDA, worker i has
-GPU i. Each worker has its own sender, on the other GPU, because NCCL refuses two processes on one; with backend
-cuda_ipc, on the worker's.
+other. The workers divide each layer, experts included (kind `slices`); or each layer, with whole experts, and vLLM
+records which ones it uses (`experts`); or each has half of the layers (`stages`). Weights have the trainer's names,
+with each expert by itself. On CUDA, worker i has GPU i. Each worker has its own sender, on the other GPU, because NCCL
+refuses two processes on one; with backend cuda_ipc, on the worker's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.integration.trainer.separate_process import print_seen, seen_by
 MODULE = "tests.integration.trainer.divided_engine"
 LIMIT_S = 300.0
 SIZE = 2
-SLICES, EXPERTS = "slices", "experts"
+SLICES, EXPERTS, STAGES = "slices", "experts", "stages"
 PROMPT = [5 + position % 7 for position in range(20)]
 SAMPLING = SamplingOptions(max_tokens=24, ignore_eos=True)
 
@@ -224,7 +224,7 @@ async def seen_with(engine: Any, backend: str, old: Any, new: Any) -> dict[str, 
     seen["stale"], seen["stale attention"] = await pushes.apart(old), await pushes.apart(new)
     if engine.options.routing_replay:
         seen["same experts"] = await pushes.same_experts(mixed)
-    if backend != "cuda_ipc":
+    if backend != "cuda_ipc" and engine.options.pipeline_parallel_size == 1:
         # The eleventh push is the next one that is compared.
         while pushes.number < COMPARED_EVERY:
             await pushes.push(old)
@@ -249,7 +249,8 @@ def main() -> None:
         # With divided experts, CUDA graphs read the map of experts, which vLLM keeps aside while an engine sleeps.
         enforce_eager=not by_experts,
         sleeps=by_experts,
-        tensor_parallel_size=SIZE,
+        tensor_parallel_size=1 if kind == STAGES else SIZE,
+        pipeline_parallel_size=SIZE if kind == STAGES else 1,
         enable_expert_parallel=by_experts,
         routing_replay=by_experts,
         timeout_seconds=LIMIT_S,

@@ -1,4 +1,4 @@
-"""A vLLM engine of two tensor-parallel workers follows pushed weights, though each worker gets its part only."""
+"""A vLLM engine of two workers follows pushed weights. Each worker gets its part only: of each layer, or layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.divided_engine import divided
+from tests.integration.trainer.divided_engine import SLICES, STAGES, divided
 from tests.integration.trainer.separate_process import LIMIT_S
 from tests.integration.trainer.tiny_model import write_tiny_model
 
@@ -19,12 +19,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
 }
+CASES = [(model, kind) for model in MODELS for kind in (SLICES, STAGES)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = write_tiny_model(tmp_path_factory.mktemp("model"), request.param, **MODELS[request.param])
-    found: dict[str, Any] = divided(model, "CPU", "gloo", limit=LIMIT_S)["gloo"]
+    family, kind = request.param
+    model = write_tiny_model(tmp_path_factory.mktemp("model"), family, **MODELS[family])
+    found: dict[str, Any] = divided(model, "CPU", "gloo", limit=LIMIT_S, kind=kind)["gloo"]
     return found
 
 
@@ -49,5 +51,6 @@ def test_each_worker_follows_partial_pushes(seen: dict[str, Any]) -> None:
     assert seen["stale attention"] > 100 * ROUNDING
 
 
+@pytest.mark.parametrize("seen", [case for case in CASES if SLICES in case], ids="-".join, indirect=True)
 def test_parts_of_the_other_worker_are_refused(seen: dict[str, Any]) -> None:
     assert "parts of version 11 are not those of the trainer's weights" in seen["refusal"]

@@ -23,21 +23,22 @@ def pods() -> Iterator[Pods]:
         yield found
 
 
-def spec_over_nodes(model: Path) -> dict[str, Any]:
+def spec_over_nodes(model: Path, size: str) -> dict[str, Any]:
     return spec_of(
         model,
         algorithm={"advantageEstimator": "GRPO"},
-        rollout={"samplesPerPrompt": 2, "tensorParallelSize": 2},
+        rollout={"samplesPerPrompt": 2, size: 2},
         pools=[{"name": "actor", "gpusPerNode": 1}, {"name": ENGINE, "nodes": 2, "gpusPerNode": 1}],
         placement={"actor": "actor", "rollout": [ENGINE]},
         trainer={"totalSteps": 10_000, "validateEverySteps": 0},
     )
 
 
+@pytest.mark.parametrize("size", ["tensorParallelSize", "pipelineParallelSize"])
 def test_an_engine_over_two_nodes_follows_the_weights_until_one_node_is_gone(
-    model: Path, tmp_path: Path, pods: Pods
+    model: Path, tmp_path: Path, pods: Pods, size: str
 ) -> None:
-    records = run_until_a_node_is_gone(tmp_path, spec_over_nodes(model), pods, NUM_STEPS)
+    records = run_until_a_node_is_gone(tmp_path, spec_over_nodes(model, size), pods, NUM_STEPS)
 
     for record in (records[step] for step in range(1, NUM_STEPS + 1)):
         assert record["training/rollout_probs_diff_mean"] < SAME_MODEL

@@ -57,6 +57,7 @@ def pools(*, critic: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         ),
         ({"actor": {"miniBatchSize": 8, "tensorParallelSize": 2}}, ["actor.tensorParallelSize 1 -> 2"]),
         ({"rollout": {"tensorParallelSize": 2}}, ["rollout.tensorParallelSize 1 -> 2"]),
+        ({"rollout": {"pipelineParallelSize": 2}}, ["rollout.pipelineParallelSize default -> 2"]),
         ({"schedule": {"disabledOverlaps": ["Values"]}}, ["schedule.disabledOverlaps [] -> [Values]"]),
         ({"placement": {"actor": "actor", "critic": "critic", "reward": ["critic"]}}, []),
         ({"placement": {"actor": "actor", "critic": "critic", "rollout": ["actor"]}}, []),

@@ -146,7 +146,7 @@ def continuing_roles(spec: PPOJobSpec) -> dict[str, frozenset[str]]:
         if role in without or spec.pool(pool).elastic is not None:
             continue
         of_pool.setdefault(pool, set()).add(role)
-        if (role == OWN or role.startswith(f"{OWN}_")) and spec.rollout.tensor_parallel_size > 1:
+        if (role == OWN or role.startswith(f"{OWN}_")) and spec.rollout.gpus_per_replica > 1:
             of_pool[pool].add(f"{role}{_HOLDER}")
     for pool in reward_workers(spec):
         of_pool.setdefault(pool, set()).add(Role.REWARD)
@@ -206,7 +206,7 @@ def launch(spec: PPOJobSpec, pools: Mapping[str, PlacedPool], launcher: Launcher
 
 
 def _rollout(launcher: Launcher, spec: PPOJobSpec, role: str, pool: PlacedPool) -> RolloutGroup:
-    replicas = pool.in_replicas(spec.rollout.tensor_parallel_size, is_on_cpu=spec.device is Device.CPU)
+    replicas = pool.in_replicas(spec.rollout.gpus_per_replica, is_on_cpu=spec.device is Device.CPU)
     return RolloutGroup(_replicas(launcher, spec, role, pool, replicas), spec, pool.name)
 
 

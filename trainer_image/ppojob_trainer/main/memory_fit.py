@@ -13,6 +13,7 @@ tensors. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Final
 
 from ppojob_api.v1alpha1.model import FrozenOffload, ModelSpec, TrainedModel
 from ppojob_api.v1alpha1.pools import Role, base_role
+from ppojob_api.v1alpha1.rollout import RolloutSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
@@ -361,14 +363,18 @@ def _is_of_engine(spec: PPOJobSpec, pool: str, memory: PoolMemory, gpu_bytes: fl
     return memory.engine > 0 and awake > gpu_bytes
 
 
-def engine_weights(spec: PPOJobSpec, num_parameters: int, in_embeddings: int) -> float:
-    """Return the bytes of the policy's weights on each GPU of an engine; scales are left out.
+def engine_weights(rollout: RolloutSpec, size: ModelSize) -> float:
+    """Return the bytes of the policy's weights on a GPU of an engine, at most; scales are left out.
 
-    in_embeddings: of the parameters; `rollout.quantization` leaves embeddings and the output layer in bfloat16.
+    `rollout.quantization` leaves embeddings and the output layer in bfloat16. With pipelineParallelSize, it depends on
+    the model which of them vLLM has in the largest stage: both are counted there.
     """
-    in_bfloat16 = num_parameters if spec.rollout.quantization is None else min(in_embeddings, num_parameters)
-    found = in_bfloat16 * _BFLOAT16 + (num_parameters - in_bfloat16) * _FP8
-    return found / spec.rollout.tensor_parallel_size
+    ends = float(min(size.in_embeddings, size.num_parameters))
+    layers, stages = size.num_parameters - ends, rollout.pipeline_parallel_size
+    if stages > 1:
+        layers *= math.ceil(size.layers / stages) / size.layers if size.layers else 1 / stages
+    found = ends * _BFLOAT16 + layers * (_BFLOAT16 if rollout.quantization is None else _FP8)
+    return found / rollout.tensor_parallel_size
 
 
 def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: float) -> str:
@@ -379,11 +385,11 @@ def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: floa
     """
     share, words = spec.rollout.gpu_memory_utilization, ""
     if "actor" in sizes:
-        weights = engine_weights(spec, sizes["actor"].num_parameters, sizes["actor"].in_embeddings)
+        weights = engine_weights(spec.rollout, sizes["actor"])
         words = f": weights {weights / _GB:.1f}, the rest is for the KV cache"
         if weights >= engine:
             raise ModelMismatchError(
                 f"rollout.gpuMemoryUtilization {share:g} gives vLLM {engine / _GB:.1f} GB of each GPU, and its weights "
-                f"alone take {weights / _GB:.1f} GB: raise it, or rollout.tensorParallelSize"
+                f"alone take {weights / _GB:.1f} GB: raise it, or rollout.tensorParallelSize or pipelineParallelSize"
             )
     return f"rollout {engine / _GB:.1f} (gpuMemoryUtilization {share:g}{words})"

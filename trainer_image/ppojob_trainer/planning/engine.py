@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers import PretrainedConfig
 
+from ppojob_api.v1alpha1.rollout import RolloutSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import (
     active_intermediate,
@@ -15,8 +17,9 @@ from ppojob_trainer.engines.train.model_fit import (
     expert_numbers,
 )
 from ppojob_trainer.main.memory_fit import engine_weights
+from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["EnginePlan", "plan_engine"]
+__all__ = ["EnginePlan", "cache_per_token", "layers_of_stage", "plan_engine", "policy_size"]
 
 _BFLOAT16: Final = 2
 _FLOAT32: Final = 4
@@ -26,8 +29,8 @@ _SAMPLING_COPIES: Final = 3
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine, in bytes of each of its GPUs. working: estimate of activations and logits. receiving: of a layer's
-    experts, which vLLM keeps while it receives weights until the layer is complete, whatever parts a GPU needs.
+    """One engine, in bytes of the fullest of its GPUs. working: estimate of activations and logits. receiving: of a
+    layer's experts, which vLLM keeps while it receives weights until the layer is complete, whatever parts a GPU needs.
 
     cache_per_token: bytes of a token's keys and values. cache_tokens: that fit. num_sequences: that the cache holds
     with all their tokens, at most `rollout.maxNumSeqs`.
@@ -48,13 +51,30 @@ class EnginePlan:
         return self.num_sequences > 0
 
 
+def policy_size(config: PretrainedConfig, num_parameters: int) -> ModelSize:
+    """Return what decides about the weights on the GPUs of an engine."""
+    text: Any = config.get_text_config()
+    in_embeddings = embedding_parameters(config)
+    return ModelSize(num_parameters, gpu_bytes=0, layers=text.num_hidden_layers, in_embeddings=in_embeddings)
+
+
+def layers_of_stage(text: Any, rollout: RolloutSpec) -> int:
+    """Return the layers of an engine's largest stage; `text` is the configuration of the language model."""
+    return math.ceil(int(text.num_hidden_layers) / rollout.pipeline_parallel_size)
+
+
+def cache_per_token(text: Any, rollout: RolloutSpec) -> float:
+    """Return the bytes that a GPU of the largest stage caches for a token."""
+    return layers_of_stage(text, rollout) * cached_numbers(text, rollout.tensor_parallel_size) * _BFLOAT16
+
+
 def plan_engine(spec: PPOJobSpec, pool: str, config: PretrainedConfig, num_parameters: int, gpu: float) -> EnginePlan:
     """Return the plan of each engine in a pool; `gpu`: bytes of a GPU."""
     text: Any = config.get_text_config()
     rollout, parts = spec.rollout, spec.rollout.tensor_parallel_size
-    per_token = text.num_hidden_layers * cached_numbers(text, parts) * _BFLOAT16
+    per_token = cache_per_token(text, rollout)
     share = rollout.gpu_memory_utilization * gpu
-    weights = engine_weights(spec, num_parameters, embedding_parameters(config))
+    weights = engine_weights(rollout, policy_size(config, num_parameters))
     length = spec.data.max_prompt_length + spec.data.max_response_length
     tokens = min(max(rollout.max_num_batched_tokens, length), rollout.max_num_seqs * length)
     # Each expert of a token has its copy of the token, and a result. Whole experts may all be on one GPU.

@@ -59,9 +59,10 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
     if not engine.fits:
         yield (
             0.0,
-            f"rollout.tensorParallelSize (now {spec.rollout.tensor_parallel_size}) or rollout.gpuMemoryUtilization "
-            f"(now {share:g}): a larger one; the share of {engine.share / _GB:.1f} GB does not hold the weights of "
-            f"{engine.weights / _GB:.1f} GB and the cache of one sequence",
+            f"rollout.tensorParallelSize (now {spec.rollout.tensor_parallel_size}), pipelineParallelSize (now "
+            f"{spec.rollout.pipeline_parallel_size}) or gpuMemoryUtilization (now {share:g}): a larger one; the share "
+            f"of {engine.share / _GB:.1f} GB does not hold the weights of {engine.weights / _GB:.1f} GB and the cache "
+            "of one sequence",
         )
     trains = pool.name in (spec.placement.actor, spec.placement.critic)
     if not spec.rollout.sleep and trains and pool.memory.training > pool.memory.generation - engine.share:

@@ -41,11 +41,10 @@ from ppojob_trainer.controller.step_time import StepTime, step_time
 from ppojob_trainer.engines.train.fsdp.passes import in_window
 from ppojob_trainer.engines.train.model_fit import (
     attention_width,
-    cached_numbers,
-    embedding_parameters,
     num_experts,
 )
 from ppojob_trainer.main.memory_fit import engine_weights
+from ppojob_trainer.planning.engine import cache_per_token, policy_size
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.planning.traffic import (
@@ -140,15 +139,15 @@ def workload_of(spec: PPOJobSpec, roles: Mapping[str, PlannedRole], measured: Ma
     prefetched = {phase: found.total() - awaited[phase] for phase, found in between_hosts.items()}
     prompt, response = spec.data.max_prompt_length, spec.data.max_response_length
     actor: Any = roles["actor"].config.get_text_config()
-    parts = spec.rollout.tensor_parallel_size
-    engines = max(1, layout.gpus_of(Phase.GENERATE) // parts)
+    engines = max(1, layout.gpus_of(Phase.GENERATE) // spec.rollout.gpus_per_replica)
     sequences = spec.data.train_batch_size * spec.rollout.samples_per_prompt / engines
-    per_token = actor.num_hidden_layers * cached_numbers(actor, parts) * _BFLOAT16
-    of_engine = engine_weights(spec, measured["actor"].num_sent, embedding_parameters(actor))
+    # A stage reads its weights for each of the groups of sequences that are in the stages at the same time.
+    weights = engine_weights(spec.rollout, policy_size(actor, measured["actor"].num_sent))
+    weights *= spec.rollout.pipeline_parallel_size
     return Workload(
         operations=operations,
         gpus={phase: layout.gpus_of(phase) for phase in operations},
-        decode_bytes=of_engine + sequences * (prompt + response / 2) * per_token,
+        decode_bytes=weights + sequences * (prompt + response / 2) * cache_per_token(actor, spec.rollout),
         # More sequences than an engine takes at once are generated one group after the other.
         decode_steps=response * max(1, -(-int(sequences) // spec.rollout.max_num_seqs)),
         weight_bytes=bytes_of_push(spec, measured["actor"]),

@@ -20,6 +20,7 @@ from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.train.model_fit import num_experts
 from ppojob_trainer.engines.weights.plans import Receivers, engines_keep_weights, link_plans
+from ppojob_trainer.planning.engine import layers_of_stage
 from ppojob_trainer.planning.network import from_other_hosts
 from ppojob_trainer.planning.roles import PlannedRole, passes_of
 from ppojob_trainer.planning.work import Measured, Traffic
@@ -96,23 +97,32 @@ def network_bytes_of_generation(spec: PPOJobSpec, config: PretrainedConfig) -> f
 
 
 def _engines(spec: PPOJobSpec, config: PretrainedConfig) -> list[Link]:
-    """Return what the engines reduce and gather that are on several hosts: vLLM's tensor parallelism, in bfloat16.
+    """Return what the engines exchange that are on several hosts, in bfloat16, for the GPU that receives the most.
 
-    A layer reduces the results of attention and MLP, the embedding its rows, and the output layer gathers the logits.
+    Tensor parallelism: a layer reduces the results of attention and MLP, the embedding its rows, and the output layer
+    gathers the logits. Pipelines: a GPU receives its part of the hidden states and of the residual stream of each token
+    from the stage before, and gathers the rest from the other GPUs of its stage.
     """
     text: Any = config.get_text_config()
-    pools, parts = [spec.pool(name) for name in spec.placement.rollout_pools], spec.rollout.tensor_parallel_size
-    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt / sum(pool.gpus // parts for pool in pools)
+    pools, size = [spec.pool(name) for name in spec.placement.rollout_pools], spec.rollout.gpus_per_replica
+    parts, stages = spec.rollout.tensor_parallel_size, spec.rollout.pipeline_parallel_size
+    rows = spec.data.train_batch_size * spec.rollout.samples_per_prompt / sum(pool.gpus // size for pool in pools)
     length = spec.data.max_prompt_length + spec.data.max_response_length
-    reduced = _BFLOAT16 * rows * length * text.hidden_size * (2 * text.num_hidden_layers + 1)
+    hidden = _BFLOAT16 * rows * length * text.hidden_size
+    reduced = hidden * (2 * layers_of_stage(text, spec.rollout) + 1)
     gathered = _BFLOAT16 * rows * spec.data.max_response_length * text.vocab_size
+    passed = 2 * hidden if stages > 1 else 0.0
     found = []
     for pool in pools:
-        if parts > pool.gpus_per_node:
-            group = range(parts)
-            outside = from_other_hosts("all_reduce", reduced, group, 0, pool.gpus_per_node)
-            outside += from_other_hosts("all_gather", gathered, group, 0, pool.gpus_per_node)
-            received = (2 * reduced + gathered) * (parts - 1) / parts
+        if size > pool.gpus_per_node:
+            # Of the last stage: it has the output layer, and its first GPU begins a host or is on one with others.
+            group = range(size - parts, size)
+            place = (group[0], pool.gpus_per_node)
+            outside = from_other_hosts("all_reduce", reduced, group, *place)
+            outside += from_other_hosts("all_gather", gathered + passed, group, *place)
+            if stages > 1:
+                outside += from_other_hosts("send", passed / parts, [group[0] - parts], *place, source=0)
+            received = (2 * reduced + gathered + passed) * (parts - 1) / parts + passed / parts
             found.append(Link("engines", "between the GPUs of each engine", received, pool.gpus, outside))
     return found
 
@@ -135,7 +145,7 @@ def _are_on_one_host(spec: PPOJobSpec) -> bool:
 
 def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
     placement, size = spec.placement, bytes_of_push(spec, actor)
-    parts = spec.rollout.tensor_parallel_size
+    parts = spec.rollout.gpus_per_replica
     receivers = [
         Receivers(spec.pool(pool).gpus // parts * parts, pool == placement.actor, num_parts=parts)
         for pool in placement.rollout_pools

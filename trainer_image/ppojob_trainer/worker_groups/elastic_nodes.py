@@ -70,7 +70,7 @@ class NodesOfPool:
 
     def __init__(self, spec: PPOJobSpec, pool: str) -> None:
         self._spec, self._pool = spec, spec.pool(pool)
-        self._size = spec.rollout.tensor_parallel_size
+        self._size = spec.rollout.gpus_per_replica
 
     async def find(self) -> FoundNodes:
         """See `ElasticNodes`."""

@@ -1,8 +1,9 @@
-"""One of two tensor-parallel ranks that load weights into vLLM's own models; prints what it has seen as JSON.
+"""One of two ranks of an engine that load weights into vLLM's own models; prints what it has seen as JSON.
 
-`python -m tests.unit.trainer.engines.divided_models RANK PORT KIND:FOLDER ...`. KIND is `slices` or `experts`: whether
-the ranks divide each expert, or the experts of a layer. Models, loaders and groups are vLLM's. The models are not
-processed after loading, as on CUDA: on the CPU, vLLM would pack them. Only those that are reloaded are.
+`python -m tests.unit.trainer.engines.divided_models RANK PORT KIND:FOLDER ...`. KIND is `slices`, `experts` or
+`stages`: whether the ranks divide each layer with its experts, each layer but for whole experts, or the layers. Models,
+loaders and groups are vLLM's. The models are not processed after loading, as on CUDA: on the CPU, vLLM would pack them.
+Only those that are reloaded are.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from ppojob_trainer.engines.weights.receiver import WeightReceiver
 from tests.unit.trainer.engines.kept_weights import stream_of
 
 SIZE = 2
-EXPERTS = "experts"
+EXPERTS, STAGES = "experts", "stages"
 
 
 def weights_of(path: str, kind: str) -> dict[str, Tensor]:
-    """Return the weights as the trainer sends them: tied ones once, and each of divided experts by itself."""
-    if kind == EXPERTS:
+    """Return the weights as the trainer sends them: tied ones once, and each of whole experts by itself."""
+    if kind in (EXPERTS, STAGES):
         return load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -53,13 +54,15 @@ def weights_of(path: str, kind: str) -> dict[str, Tensor]:
 
 def divided(path: str, kind: str, *, is_loaded: bool = False) -> tuple[VllmConfig, nn.Module]:
     """Return this rank's part of vLLM's model, without weights, or read from disk and processed."""
+    tensor, pipeline = (1, SIZE) if kind == STAGES else (SIZE, 1)
     config = EngineArgs(
         model=path,
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=64,
         skip_tokenizer_init=True,
-        tensor_parallel_size=SIZE,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
         enable_expert_parallel=kind == EXPERTS,
         distributed_executor_backend="mp",
         # As in `engines.rollout.options`; models without latent attention ignore it.
@@ -68,7 +71,7 @@ def divided(path: str, kind: str, *, is_loaded: bool = False) -> tuple[VllmConfi
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         # vLLM makes the experts' group only for a model with experts.
         destroy_model_parallel()
-        initialize_model_parallel(SIZE)
+        initialize_model_parallel(tensor, pipeline)
         return config, get_model(vllm_config=config) if is_loaded else initialize_model(config)
 
 
@@ -199,10 +202,9 @@ def seen_with(kind: str, path: str) -> dict[str, Any]:
         others = negated(weights)
         stale = next(name for name in weights if "o_proj" in name)
         attention = {name: tensor for name, tensor in weights.items() if ".self_attn." in name}
-        more = {}
+        more = {"unread": unread_by(worker_of(config, model), weights)}
         if kind == EXPERTS:
-            more = {
-                "unread": unread_by(worker_of(config, model), weights),
+            more |= {
                 "too few": outcome(worker_of(config, model), without_last_expert(weights).items()),
                 "reloaded": reloaded(path, reads.boxes()),
             }

@@ -1,7 +1,8 @@
-"""What each GPU of a tensor-parallel engine reads of the weights, and that it is found in its parameters afterwards.
+"""What each of an engine's two GPUs reads of the weights, and that it is found in its parameters afterwards.
 
-vLLM's models, its loaders and its groups are real: two processes. The sizes are odd on purpose. GPUs divide each expert
-of a mixture, or (`rollout.enableExpertParallel`) each has half of the experts.
+vLLM's models, its loaders and its groups are real: two processes. The sizes are odd on purpose. GPUs divide each layer,
+with each expert of a mixture or (`rollout.enableExpertParallel`) half of the experts for each, or they are stages
+(`rollout.pipelineParallelSize`) with a layer each.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ FAMILIES = {
     "deepseek v3": ("deepseek_v3", {**test_engine_families.LATENT, **LATENT, "num_key_value_heads": 4}),
 }
 MIXTURES = {f"{name} by experts": FAMILIES[name] for name in ("qwen3 moe", "mixtral", "deepseek v3")}
-MODELS = {**{name: FAMILIES[name] for name in ("llama", "qwen2 tied", "qwen3 moe", "phi3")}, **MIXTURES}
+STAGES = {f"{name} by layers": FAMILIES[name] for name in ("llama", "qwen2 tied", "qwen3 moe", "deepseek v3", "phi3")}
+SLICES = {name: FAMILIES[name] for name in ("llama", "qwen2 tied", "qwen3 moe", "phi3")}
+MODELS = {**SLICES, **MIXTURES, **STAGES}
 Found = dict[str, list[dict[str, Any]]]
 
 
@@ -59,7 +62,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         fill_router_biases(model)
         model.save_pretrained(folder / name)
-    given = [f"{'experts' if name in MIXTURES else 'slices'}:{folder / name}" for name in MODELS]
+    kinds = {**dict.fromkeys(SLICES, "slices"), **dict.fromkeys(MIXTURES, "experts"), **dict.fromkeys(STAGES, "stages")}
+    given = [f"{kinds[name]}:{folder / name}" for name in MODELS]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: seen_by(rank, port, given), range(2))
     return {name: pair for name, *pair in zip(MODELS, first, second, strict=True)}
@@ -89,10 +93,20 @@ def only_of(rank: int, *shape: int) -> list[Any]:
     return [boxes if rank == number else [] for number, boxes in enumerate(whole(*shape))]
 
 
-def is_of_rank(name: str, rank: int) -> bool:
-    """Whether a tensor is of an expert that a rank has: the first half, or the second."""
-    found = re.search(r"\.experts\.(\d+)\.", name)
-    return found is not None and int(found[1]) // (NUM_EXPERTS // 2) == rank
+def is_of_another(model: str, name: str, rank: int) -> bool:
+    """Whether a tensor is of an expert, or of a layer, that the other rank has: of the first half, or of the second."""
+    if model in SLICES:
+        return False
+    if model in MIXTURES:
+        found = re.search(r"\.experts\.(\d+)\.", name)
+        return found is not None and int(found[1]) // (NUM_EXPERTS // 2) != rank
+    if ".layers." not in name and model == "qwen3 moe by layers":
+        # vLLM's Qwen3-MoE has the embedding, the last norm and the output layer in each stage.
+        return False
+    if name == "model.embed_tokens.weight":
+        return rank == 1 and "tied" not in model
+    # The last of the two stages has the output layer and the norm before it.
+    return f".layers.{rank}." not in name and not (rank == 1 and ".layers." not in name)
 
 
 # Half of the query's 128 rows, and all rows of the one key and the one value, which follow them.
@@ -134,6 +148,10 @@ OF_EXPERTS = [
         ("deepseek v3 by experts", f"{LAYER}.mlp.experts.5.down_proj.weight", only_of(1, HIDDEN, EXPERT)),
         ("deepseek v3 by experts", f"{LAYER}.mlp.shared_experts.up_proj.weight", halves(2 * EXPERT, HIDDEN)),
         ("deepseek v3 by experts", f"{LAYER}.mlp.gate.e_score_correction_bias", whole(6)),
+        ("llama by layers", "model.embed_tokens.weight", only_of(0, VOCABULARY, HIDDEN)),
+        ("llama by layers", "lm_head.weight", only_of(1, VOCABULARY, HIDDEN)),
+        ("qwen2 tied by layers", "model.embed_tokens.weight", whole(VOCABULARY, HIDDEN)),
+        ("qwen3 moe by layers", f"{LAYER}.mlp.experts.2.up_proj.weight", only_of(1, EXPERT, HIDDEN)),
     ],
 )
 def test_each_rank_reads_its_own_boxes(found: Found, model: str, name: str, expected: list[Any]) -> None:
@@ -145,7 +163,7 @@ def test_every_weight_is_read_in_boxes(found: Found, model: str) -> None:
     for number, rank in enumerate(found[model]):
         assert rank["are_exact"]
         unread = [name for name, boxes in rank["boxes"].items() if not boxes]
-        assert unread == [name for name in rank["boxes"] if model in MIXTURES and is_of_rank(name, 1 - number)]
+        assert unread == [name for name in rank["boxes"] if is_of_another(model, name, number)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -168,11 +186,14 @@ def test_after_a_partial_push_all_parameters_of_a_rank_are_read_back(found: Foun
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fault", ["stale", "stale in a partial one", "changed"])
 def test_a_rank_with_other_parameters_is_reported(found: Found, model: str, fault: str) -> None:
-    for rank in found[model]:
+    # What is stale is in the first layer.
+    has_fault = found[model][:1] if model in STAGES and fault != "changed" else found[model]
+    assert all(rank[fault] is True for rank in found[model] if rank not in has_fault)
+    for rank in has_fault:
         assert "vLLM's parameters are not version 7 of the weights" in rank[fault]
 
 
-@pytest.mark.parametrize("model", MIXTURES)
+@pytest.mark.parametrize("model", [*MIXTURES, *STAGES])
 def test_each_rank_reports_what_it_did_not_read_and_together_they_read_all(found: Found, model: str) -> None:
     unread = [rank["unread"] for rank in found[model]]
     assert all(unread)

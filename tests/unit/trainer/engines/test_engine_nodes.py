@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -221,6 +221,17 @@ def test_vllm_gets_the_place_of_the_node() -> None:
     found = (arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port)
     assert found == (2, 1, "10.0.0.7", 1234)
     assert (arguments.tensor_parallel_size, arguments.distributed_executor_backend) == (2, "mp")
+
+
+@pytest.mark.parametrize(("tensor", "stages", "is_within_nodes"), [(2, 1, False), (2, 2, True), (1, 2, True)])
+def test_vllms_kernel_for_one_host_reduces_over_the_gpus_of_a_node_alone(
+    tensor: int, stages: int, is_within_nodes: bool
+) -> None:
+    options = replace(OPTIONS, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+
+    arguments = checked_arguments(options, EngineNode(1, 2, "10.0.0.7", 1234, 5678, ""))
+
+    assert arguments.disable_custom_all_reduce is not is_within_nodes
 
 
 class WaitingLlm:

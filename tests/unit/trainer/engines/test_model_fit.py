@@ -119,6 +119,16 @@ def test_the_gpus_of_an_engine_have_equally_many_experts() -> None:
         check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=5))
 
 
+def test_each_stage_of_an_engine_has_a_layer() -> None:
+    config = LlamaConfig(num_hidden_layers=3)
+    check_engine_parts(config, RolloutSpec(pipeline_parallel_size=3))
+    says = (
+        r"^rollout\.pipelineParallelSize 4 is above this llama's num_hidden_layers 3: each stage needs a layer, so use"
+    )
+    with pytest.raises(ModelMismatchError, match=says):
+        check_engine_parts(config, RolloutSpec(pipeline_parallel_size=4))
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [

@@ -53,12 +53,13 @@ def make(
     num_blocks: int,
     monkeypatch: pytest.MonkeyPatch,
     runner: str = "1",
+    reference: str = "AsyncScheduler",
     **engine_args: Any,
 ) -> Any:
     """Return a scheduler as vLLM's engine makes it."""
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched import async_scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -79,7 +80,7 @@ def make(
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    kind = ResponseScheduler if scheduler == "ours" else AsyncScheduler
+    kind = ResponseScheduler if scheduler == "ours" else getattr(async_scheduler, reference)
     found = kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
@@ -234,6 +235,20 @@ def test_steps_and_responses_are_those_of_vllms_scheduler(
         assert not scheduler._responses
         assert not scheduler._decoding
     assert sum(steps) > 100 * len(seeds) / 4
+
+
+@pytest.mark.parametrize("num_blocks", [400, 36])
+def test_stages_on_the_cpu_compute_no_sequence_before_its_token_is_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    """vLLM's asynchronous scheduler would schedule a sequence again; two steps are computed at once."""
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "reference": "Scheduler"}
+    for seed in range(4):
+        expected = drive(make("vllm", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
+        seen = drive(make("ours", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
+        assert seen.steps == expected.steps
+        assert complete(seen) == complete(expected)
+        assert len(complete(seen)) == seen.messages < expected.messages
 
 
 def test_a_request_that_streams_gets_each_token_beside_others_that_do_not(

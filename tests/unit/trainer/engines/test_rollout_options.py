@@ -41,6 +41,14 @@ CUDA = dataclasses.replace(CPU, device=Device.CUDA, sleeps=True)
             },
         ),
         (
+            dataclasses.replace(CUDA, pipeline_parallel_size=2),
+            {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ),
+        (
+            dataclasses.replace(CPU, tensor_parallel_size=2, pipeline_parallel_size=2),
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ),
+        (
             dataclasses.replace(CUDA, tensor_parallel_size=2, enable_expert_parallel=True),
             {"enable_expert_parallel": True},
         ),

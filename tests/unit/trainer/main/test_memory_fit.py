@@ -11,11 +11,12 @@ import torch
 from ppojob_api.v1alpha1.model import FrozenOffload, RewardModel
 from ppojob_api.v1alpha1.resolve import resolve
 from ppojob_api.v1alpha1.reward import RewardSpec, RewardType
+from ppojob_api.v1alpha1.rollout import RolloutSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.engines.errors import ModelMismatchError
 from ppojob_trainer.engines.host import host_bytes
-from ppojob_trainer.main.memory_fit import check_memory, needs, pool_memory, stay_gathered
+from ppojob_trainer.main.memory_fit import check_memory, engine_weights, needs, pool_memory, stay_gathered
 from ppojob_trainer.worker_groups.roles.trained import ModelSize, ModelSource, TrainedWorker, size_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 from tests.integration.trainer.tiny_model import write_tiny_model
@@ -106,12 +107,21 @@ def test_a_share_that_does_not_hold_vllms_weights_is_refused() -> None:
         check_memory(spec_of(8, rollout={"gpuMemoryUtilization": 0.1}), {"actor": ModelSize(7 * GB, 80 * GB)})
     assert str(refusal.value) == (
         "rollout.gpuMemoryUtilization 0.1 gives vLLM 8.0 GB of each GPU, and its weights alone take 14.0 GB: raise it, "
-        "or rollout.tensorParallelSize"
+        "or rollout.tensorParallelSize or pipelineParallelSize"
     )
     check_memory(
         spec_of(8, rollout={"gpuMemoryUtilization": 0.1, "tensorParallelSize": 4}),
         {"actor": ModelSize(7 * GB, 80 * GB)},
     )
+
+
+def test_the_largest_stage_of_an_engine_has_most_layers_and_at_most_the_embeddings() -> None:
+    """Of 5 billion parameters in 15 layers, two stages have seven and eight."""
+    size = ModelSize(7 * GB, 80 * GB, layers=15, in_embeddings=2 * GB)
+
+    found = engine_weights(RolloutSpec(pipeline_parallel_size=2, tensor_parallel_size=4), size)
+
+    assert found == pytest.approx(2 * (5 * GB * 8 / 15 + 2 * GB) / 4)
 
 
 def test_weights_in_fp8_have_a_byte_but_for_embeddings() -> None:

@@ -58,6 +58,22 @@ def test_the_traffic_of_an_engine_over_hosts_by_hand(tmp_path: Path) -> None:
     assert work.awaited["gen"] == 0
 
 
+def test_the_traffic_of_an_engine_whose_stages_are_on_hosts_by_hand(tmp_path: Path) -> None:
+    """Two engines of two stages; each stage has a host of two GPUs, so nothing is reduced over hosts."""
+    pools = [{"name": "all", "nodes": 4, "gpusPerNode": 2}]
+    made = plan(tmp_path, rollout={"tensorParallelSize": 2, "pipelineParallelSize": 2}, pools=pools)
+    roles = {name: one.role for name, one in made.roles.items()}
+    measured = {name: one.measured for name, one in made.roles.items()}
+    [link] = [link for link in links_of(made.spec, roles, measured) if link.what == "engines"]
+
+    # Of 16 sequences of 128 tokens: hidden states of 128 numbers; two of three layers reduce them twice, and one gets
+    # them and the residual stream from the other stage: half over the network, and half from the other GPU.
+    hidden, gathered = 2 * 16 * 128 * 128, 2 * 16 * 64 * 2048
+    assert link.from_other_hosts == hidden
+    assert link.bytes_each == pytest.approx((2 * 5 * hidden + gathered + 2 * hidden) / 2 + hidden)
+    assert workload_of(made.spec, roles, measured).awaited["gen"] == hidden
+
+
 @pytest.mark.parametrize("method", ["Truncate", "Bypass"])
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str, int] | None, method: str) -> None:

@@ -128,6 +128,8 @@ class RolloutEngine:
             raise await self._nodes.cause_of(seen) from error
         self._finds_stops = arguments.scheduler_cls == SCHEDULER and is_known(self._llm.renderer.tokenizer)
         await self._workers("ppojob_end_with", os.getpid())
+        if self.options.pipeline_parallel_size > 1 and self.options.device is Device.CPU:
+            await self._workers("ppojob_allocate_stage_inputs")
         if self.options.speculative is not None:
             await self._workers("ppojob_verify_by_seed")
         if self.options.routing_replay:
@@ -212,7 +214,7 @@ class RolloutEngine:
         else:
             self._refuse_while_running("weights cannot change under them")
         keeps_weights, self._has_weights = self._has_weights, False
-        rounds_together = self.options.quantization is not None and self.options.tensor_parallel_size > 1
+        rounds_together = self.options.quantization is not None and self.options.num_workers > 1
         limit_s = self.options.timeout_seconds * (_SHARE_OF_A_PUSH if rounds_together else 1.0)
         receipts = await self._workers("ppojob_receive_weights", version, keeps_weights, limit_s=limit_s)
         # A worker reads nothing of other workers' experts. What no worker reads may be left out on purpose.
@@ -326,7 +328,7 @@ class RolloutEngine:
         except TimeoutError as error:
             # vLLM waits for all of its workers, so it would answer no later call.
             lost = EngineLostError(
-                f"vLLM's workers ({self.options.tensor_parallel_size}) did not all finish {method} within "
+                f"vLLM's workers ({self.options.num_workers}) did not all finish {method} within "
                 f"{limit_s:g} s, so this engine is given up: this role's log has the error if one of them failed; if "
                 "the transfer is only slow, raise trainer.phaseTimeoutSeconds"
             )

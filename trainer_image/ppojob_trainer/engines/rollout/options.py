@@ -89,8 +89,9 @@ class SamplingOptions:
 class RolloutOptions:
     """Settings of one replica. Lengths are in tokens; `sleeps`: it releases memory, because the GPU is shared.
 
-    tensor_parallel_size: GPUs of the replica, on the CPU its workers; its process must see all GPUs of its node before
-    it starts. enable_expert_parallel: they divide the experts of each layer, and not each expert; on CUDA only.
+    tensor_parallel_size: workers that divide each layer. pipeline_parallel_size: stages of layers, each with so many
+    workers. On CUDA, a worker has a GPU, and the replica's process must see all GPUs of its node before it starts.
+    enable_expert_parallel: workers divide the experts of each layer, and not each expert; on CUDA only.
     updates_in_flight: its weights may change while it generates. routing_replay: it records the experts of each token.
     quantization: of its linear layers.
     """
@@ -108,6 +109,7 @@ class RolloutOptions:
     trust_remote_code: bool = False
     sleeps: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     seed: int = 0
     timeout_seconds: float = 1800.0
@@ -117,6 +119,11 @@ class RolloutOptions:
     quantization: Quantization | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """The user's arguments for vLLM's AsyncEngineArgs; none of those that `engine_arguments` sets."""
+
+    @property
+    def num_workers(self) -> int:
+        """vLLM's workers of the replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_spec(cls, spec: PPOJobSpec, pool: str) -> RolloutOptions:
@@ -136,6 +143,7 @@ class RolloutOptions:
             trust_remote_code=spec.model.actor.trust_remote_code,
             sleeps=spec.engines_sleep_in(pool),
             tensor_parallel_size=rollout.tensor_parallel_size,
+            pipeline_parallel_size=rollout.pipeline_parallel_size,
             enable_expert_parallel=rollout.enable_expert_parallel,
             seed=spec.trainer.seed,
             timeout_seconds=float(spec.trainer.phase_timeout_seconds),
@@ -242,12 +250,13 @@ def engine_arguments(options: RolloutOptions) -> dict[str, Any]:
     if is_cuda:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = options.sleeps
-    if is_cuda or options.tensor_parallel_size > 1:
+    if is_cuda or options.num_workers > 1:
         arguments |= {
             "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
             "enable_expert_parallel": options.enable_expert_parallel,
             # Inside a placement group of more than one worker, vLLM would choose its Ray executor.
-            "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
+            "distributed_executor_backend": "uni" if options.num_workers == 1 else "mp",
         }
     if options.quantization is not None:
         # vLLM quantizes no float32, so neither on the CPU, where tests alone do it.

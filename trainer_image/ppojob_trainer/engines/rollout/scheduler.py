@@ -12,7 +12,7 @@ token becomes a message to the engine's owner, which here waits for the whole re
 * the weights may change while requests are unfinished (`weight_changes`).
 
 vLLM loads it by the argument `scheduler_cls`. vLLM's scheduler interface may change with each version, so
-`is_supported` names the version that the tests compare it with; other versions run vLLM's scheduler. It refuses
+`vllm_arguments` names the version that the tests compare it with; other versions run vLLM's scheduler. It refuses
 nothing: whatever it does not know, it leaves to vLLM.
 """
 
@@ -28,6 +28,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -39,15 +40,7 @@ from ppojob_trainer.engines.rollout.response import Response, columns_of, end_by
 from ppojob_trainer.engines.rollout.stop_strings import STOP_STRINGS, StopStrings, token_texts
 from ppojob_trainer.engines.rollout.weight_changes import forget_blocks
 
-SUPPORTED: Final = ("0.32.",)
-"""Prefixes of vLLM's versions whose scheduler has the fields and methods that are used here."""
-
 _NEVER: Final[frozenset[int]] = frozenset()
-
-
-def is_supported(version: str) -> bool:
-    """Whether the scheduler knows this version of vLLM."""
-    return version.startswith(SUPPORTED)
 
 
 @dataclass(slots=True)
@@ -63,6 +56,9 @@ class ResponseScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Stages on the CPU compute several steps at once, but none of a sequence whose last token is unknown.
+        is_synchronous = self.use_pp and not self.scheduler_config.async_scheduling
+        self._scheduler: type[Scheduler] = Scheduler if is_synchronous else AsyncScheduler
         self._responses: dict[str, Response] = {}
         self._ended: dict[str, Response] = {}
         self._decoding: dict[int, _Decoding] = {}
@@ -264,11 +260,15 @@ class ResponseScheduler(AsyncScheduler):
         response = self._responses.get(request.request_id)
         string = None if response is None else end_by_string(response, new_token_ids)
         number = len(new_token_ids)
-        tokens, is_complete = super()._update_request_with_output(request, new_token_ids, is_stale=is_stale)
+        tokens, is_complete = self._scheduler._update_request_with_output(self, request, new_token_ids, is_stale)
         if string is None or len(tokens) < number or request.status is RequestStatus.FINISHED_STOPPED:
             return tokens, is_complete
         request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, string
         return tokens, True
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """See vLLM."""
+        self._scheduler._update_after_schedule(self, scheduler_output)
 
     def _observe(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
         """Let the time of a step decide about drafts."""

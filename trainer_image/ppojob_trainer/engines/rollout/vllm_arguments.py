@@ -7,6 +7,7 @@ import os
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Final
 
 import vllm
 from vllm import AsyncEngineArgs
@@ -21,7 +22,9 @@ from ppojob_trainer.engines.rollout.options import (
     RolloutOptions,
     engine_arguments,
 )
-from ppojob_trainer.engines.rollout.scheduler import is_supported
+
+SCHEDULED: Final = ("0.32.",)
+"""Prefixes of vLLM's versions whose scheduler has the fields and methods that `ResponseScheduler` uses."""
 
 
 def prepare_process(address: str | None = None) -> None:
@@ -62,8 +65,9 @@ def checked_arguments(options: RolloutOptions, node: EngineNode | None = None) -
         arguments |= {"distributed_timeout_seconds": limit, "cpu_distributed_timeout_seconds": limit}
         # vLLM's kernel is for one host. It recognizes a host by shared memory alone, so with two nodes on one host it
         # looks for the GPUs of both in CUDA_VISIBLE_DEVICES, and fails. With NVLink between hosts, it needs multicast.
-        arguments["disable_custom_all_reduce"] = True
-    if is_supported(vllm.__version__) and not SCHEDULING_ARGS & options.engine_args.keys():
+        if options.tensor_parallel_size * node.number > options.num_workers:
+            arguments["disable_custom_all_reduce"] = True
+    if vllm.__version__.startswith(SCHEDULED) and not SCHEDULING_ARGS & options.engine_args.keys():
         arguments["scheduler_cls"] = SCHEDULER
     elif needing := [name for name, is_used in _needs_scheduler(options).items() if is_used]:
         raise EngineArgumentError(

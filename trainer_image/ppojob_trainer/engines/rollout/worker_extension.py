@@ -6,9 +6,9 @@ they are loaded with `reload_weights`, which takes six times as long but handles
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
 Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
 Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
-A worker of a tensor-parallel engine asks the trainer for the boxes that its loaders read (`loader_reads`). If workers
-divide experts, one reads nothing of the others' experts. So each returns what it did not read, and the engine finds out
-what none of them read.
+A worker of an engine of several GPUs asks the trainer for the boxes that its loaders read (`loader_reads`). It reads
+nothing of the experts of others that divide them, nor of other stages' layers. So each returns what it did not read,
+and the engine finds out what none of them read.
 A partial push, of a model that is trained with adapters, brings some layers, each as a whole. A copy changes nothing
 else, and vLLM's reload gives all layers without new weights back what they had.
 
@@ -29,6 +29,7 @@ from typing import Any, ParamSpec, TypeAlias
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -104,6 +105,17 @@ class WeightReceiverExtension:
         if not self.use_v2_model_runner:
             record_experts(self.model_runner)
 
+    def ppojob_allocate_stage_inputs(self) -> None:
+        """Allocate the memory into which a stage on the CPU receives the results of the one before it.
+
+        vLLM 0.32 does so when it warms up, which it leaves out on the CPU for a cache of given size.
+        """
+        if not get_pp_group().is_first_rank:
+            runner = self.model_runner
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
+
     @returns_failures
     def ppojob_connect_weights(self, places: list[tuple[dict[str, Any], int]]) -> Transports:
         """Connect to the sender with this worker's entry of `places`: the link, and the receiver's number.
@@ -123,7 +135,7 @@ class WeightReceiverExtension:
         """Load the next weights, which must be `version`.
 
         Returns the receipt as a dictionary, with the names that the loaders did not read as `UNREAD`: of a compared
-        load into a tensor-parallel part of a model.
+        load into a part of a model.
 
         A partial push is refused unless the engine has kept its weights since its last complete push. If loading fails,
         the rest of the push is received all the same, so that the other engines get theirs.
@@ -149,7 +161,7 @@ class WeightReceiverExtension:
 
         Returns:
             Whether they were read back and compared, and which boxes of them were read: of a compared load into a
-            tensor-parallel part of a model.
+            part of a model.
         """
         model, tensors = self.model_runner.get_model(), iter(stream)
         is_copied = self._ppojob_copies(model)
@@ -212,8 +224,8 @@ class WeightReceiverExtension:
             pack_tied_heads(model)
 
     def _ppojob_is_whole(self) -> bool:
-        """Whether this process has the whole model, and not a tensor-parallel part."""
-        return self.vllm_config.parallel_config.tensor_parallel_size == 1
+        """Whether this process has the whole model, and not a stage, nor a part of each layer."""
+        return self.vllm_config.parallel_config.world_size == 1
 
     def ppojob_disconnect_weights(self) -> None:
         """Close the connection."""

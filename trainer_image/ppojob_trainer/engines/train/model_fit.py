@@ -160,7 +160,7 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
 
 
 def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
-    """Check that the GPUs of an engine can divide a model: its heads, and its experts if the spec asks for it.
+    """Check that the GPUs of an engine can divide a model: layers, heads, and experts if the spec asks for it.
 
     Of fewer key heads than GPUs, vLLM has copies. Each GPU must hold equally many experts: vLLM 0.32 places uneven
     numbers, but its kernels for Blackwell (TRT-LLM) would then take a GPU's experts for others.
@@ -170,6 +170,11 @@ def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
     """
     text, size, field = config.get_text_config(), rollout.tensor_parallel_size, "rollout.enableExpertParallel"
     check_heads(text, "rollout.tensorParallelSize", size)
+    if (stages := rollout.pipeline_parallel_size) > text.num_hidden_layers:
+        raise ModelMismatchError(
+            f"rollout.pipelineParallelSize {stages} is above this {text.model_type}'s num_hidden_layers "
+            f"{text.num_hidden_layers}: each stage needs a layer, so use at most as many"
+        )
     if not rollout.enable_expert_parallel:
         return
     check_is_mixture(config, field, "true", "set it to false")

@@ -76,7 +76,7 @@ class ElasticRolloutGroup(RolloutGroup):
             keep: copies responses into a process outside of the pool.
         """
         super().__init__(Replicas(none), spec, pool)
-        self.workers_per_replica = spec.rollout.tensor_parallel_size
+        self.workers_per_replica = spec.rollout.gpus_per_replica
         elastic = spec.pool(pool).elastic
         assert elastic is not None, "the pool is elastic"
         self._min_nodes = elastic.min_nodes

@@ -1,11 +1,11 @@
 """The rollout's processes: vLLM engines that generate the responses. `rollout_group` calls them.
 
-There is one process for each replica. A replica has tensorParallelSize GPUs, of one node or of several whole ones; with
-device CPU, so many nodes. A vLLM worker runs on each GPU; those of a node are children of its first process, and the
-other bundles only reserve their share of the GPU for them (`gpu_holder`). A sample's seed is a hash of run seed, step,
-prompt and sample number, so responses do not depend on the replica, the order, or restarts. An engine that shares its
-GPU with a role that trains sleeps from the end of generation until it receives the next weights. Each pool with engines
-(the rollout's own, and those shared with it) has a separate group.
+There is one process for each replica. A replica has tensorParallelSize times pipelineParallelSize GPUs, of one node or
+of several whole ones; with device CPU, so many nodes. A vLLM worker runs on each GPU; those of a node are children of
+its first process, and the other bundles only reserve their share of the GPU for them (`gpu_holder`). A sample's seed is
+a hash of run seed, step, prompt and sample number, so responses do not depend on the replica, the order, or restarts.
+An engine that shares its GPU with a role that trains sleeps from the end of generation until it receives the next
+weights. Each pool with engines (the rollout's own, and those shared with it) has a separate group.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ def is_field(path: str) -> bool:
         ("critic.model.fsdp_config.param_offload=True", "model.critic.offload.parameters", True),
         ("trainer.resume_mode=disable", "checkpoint.resume", "Never"),
         ("trainer.save_freq=20", "checkpoint.everySteps", 20),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "rollout.pipelineParallelSize", 2),
         ("reward_model.enable=True", "reward.type", "Model"),
         ("trainer.experiment_name=123", None, None),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "critic.lossAggregation", "SeqMeanTokenSum"),
