@@ -32,6 +32,8 @@ __all__ = ["HUB_MODEL", "Site", "cluster", "hub", "operator_image", "site", "tra
 EXAMPLE = PROJECT / "examples" / "01-quickstart" / "ppojob.yaml"
 CHART = PROJECT / "charts" / "ppojob"
 MODEL_LIMIT_SECONDS = 600
+PODS_LIMIT_SECONDS = 300.0
+"""Until pods that are deleted have ended, on a busy machine."""
 TERMINAL = ("Complete", "Failed")
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Name of the prepared model on the hub."""
@@ -70,7 +72,7 @@ class Site:
         finally:
             # To kubectl too, as a terminal does.
             os.killpg(process.pid, signal.SIGINT)
-            process.wait(60)
+            process.wait(PODS_LIMIT_SECONDS)
 
     def _ppo(self, arguments: Sequence[str]) -> tuple[list[str | Path], dict[str, str]]:
         path = f"{self.cluster.layout.bin}{os.pathsep}{os.environ['PATH']}"
@@ -99,7 +101,7 @@ class Site:
             pods = self.get("pods", f"--selector=ppojob.dev/job={name}")["items"]
             return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
 
-        wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
+        wait_until(f"the pods of {name} to be gone", missing, limit=PODS_LIMIT_SECONDS, interval=1)
 
     def await_condition(self, name: str, kind: str, status: str, *, limit: float, reason: str = "") -> dict[str, str]:
         """Wait until a condition has the status (and the reason) and return it; another end fails at once."""
@@ -124,13 +126,13 @@ class Site:
 
     def delete(self, name: str) -> None:
         """Delete the job and wait until its pods are gone."""
-        self.kubectl("delete", "ppojob", name, "--timeout=120s", limit=150)
+        self.kubectl("delete", "ppojob", name, "--timeout=300s", limit=330)
 
         def missing() -> str:
             pods = self.get("pods", f"--selector=ppojob.dev/job={name}")["items"]
             return f"pods {[pod['metadata']['name'] for pod in pods]}" if pods else ""
 
-        wait_until(f"the pods of {name} to be gone", missing, limit=180, interval=1)
+        wait_until(f"the pods of {name} to be gone", missing, limit=PODS_LIMIT_SECONDS, interval=1)
 
 
 @pytest.fixture(scope="session")
@@ -166,7 +168,7 @@ def site(cluster: RunningCluster, operator_image: str, trainer_image: str) -> It
             yield Site(cluster, name, folder, trainer_image)
     finally:
         # The jobs first: the operator needs no part in it, their children go by owner references.
-        cluster.kubectl(f"--namespace={name}", "delete", "ppojobs", "--all", "--timeout=60s", limit=90)
+        cluster.kubectl(f"--namespace={name}", "delete", "ppojobs", "--all", "--timeout=300s", limit=330)
         _helm(cluster, name, "uninstall", "ppojob", "--ignore-not-found")
         cluster.kubectl("delete", "namespace", name, "--wait=false")
         storage.release(cluster.layout, namespace=name)
@@ -184,12 +186,12 @@ def _install_operator(cluster: RunningCluster, namespace: str, image: str) -> No
         "resources.requests.cpu": "50m",
     }
     settings = [f"--set={key}={value}" for key, value in values.items()]
-    _helm(cluster, namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=180s", *settings)
+    _helm(cluster, namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=400s", *settings)
 
 
 def _helm(cluster: RunningCluster, namespace: str, *arguments: str) -> None:
     command: list[str | Path] = [cluster.layout.bin / "helm", f"--namespace={namespace}", *arguments]
-    run(command, limit=240, environment={"KUBECONFIG": str(cluster.kubeconfig)})
+    run(command, limit=480, environment={"KUBECONFIG": str(cluster.kubeconfig)})
 
 
 def _prepare_model(cluster: RunningCluster, namespace: str, image: str) -> None:

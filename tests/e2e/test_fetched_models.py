@@ -5,7 +5,7 @@ import pytest
 from tests.e2e.conftest import Site
 from tests.unit.trainer.fetch.hub_server import Hub
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 PATIENCE_SECONDS = 600.0
 

@@ -8,7 +8,7 @@ from tests.e2e.conftest import Site
 from tests.e2e.small_jobs import small_pools
 from tools.cluster.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 NAME = "head-without-a-node"
 CHANGES: dict[str, Any] = {"pools": small_pools(), "head": {"nodeSelector": {"no-node-has": "this-label"}}}
@@ -25,9 +25,9 @@ def test_a_deleted_job_releases_the_pods_that_wait_for_its_head(site: Site) -> N
     wait_until(
         "the pods of both pools to wait for the head",
         lambda: "" if init_containers_that_run(site) == ["wait-gcs-ready"] * 2 else "not yet",
-        limit=300,
+        limit=600,
         interval=1,
     )
 
-    # It fails if the pods are there for 3 of the 10.5 minutes of their grace period.
+    # It fails if the pods are there for 5 of the 10.5 minutes of their grace period.
     site.delete(NAME)

@@ -10,6 +10,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ from tools.cluster.layout import Layout
 PROJECT = Path(__file__).resolve().parents[2]
 POLICY = PROJECT / "crds" / "ppojobs-policy.yaml"
 POLICY_DENIED = "ValidatingAdmissionPolicy 'ppojobs.ppojob.dev' with binding 'ppojobs.ppojob.dev' denied request: "
+RIGHTS = (
+    ("list", "ppojobs.ppojob.dev"),
+    ("create", "leases.coordination.k8s.io"),
+    ("create", "tokenreviews.authentication.k8s.io"),
+)
+"""Of the operator's account: one by each role that the chart binds to it."""
 _LIMIT_SECONDS = 300
 
 
@@ -91,6 +98,17 @@ def delete_policy(kubectl: Kubectl) -> None:
     """Delete the policy with its binding, and wait until the API server does without: it notices with a delay."""
     kubectl("delete", f"--filename={POLICY}")
     _await(lambda: not _try_bad_job(kubectl).returncode, "the policy of PPOJob stays active")
+
+
+def wait_until_allowed(kubectl: Kubectl) -> None:
+    """Wait until the API server gives the operator's account its rights: it knows new roles with a delay."""
+    account = f"--as=system:serviceaccount:{kubectl.namespace}:ppojob"
+
+    def is_allowed(right: tuple[str, str]) -> bool:
+        return kubectl.run("auth", "can-i", *right, account).stdout.strip() == "yes"
+
+    for right in RIGHTS:
+        _await(partial(is_allowed, right), f"{account}: it may not {' '.join(right)}")
 
 
 def _try_bad_job(kubectl: Kubectl) -> subprocess.CompletedProcess[str]:

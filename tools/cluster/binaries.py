@@ -181,7 +181,7 @@ def _require_go(module: GoModule) -> None:
     if shutil.which("go") is None:
         raise ClusterError("the program `go` is not on PATH; install Go, then run this again")
     wanted = re.search(r"^go (\d+)\.(\d+)", (module.folder / "go.mod").read_text(), re.MULTILINE)
-    has = re.search(r"go(\d+)\.(\d+)", run(["go", "env", "GOVERSION"], limit=30))
+    has = re.search(r"go(\d+)\.(\d+)", run(["go", "env", "GOVERSION"], limit=120))
     if wanted and has and tuple(map(int, has.groups())) < tuple(map(int, wanted.groups())):
         raise ClusterError(f"Go {has[0]} is too old for {module.name}, which needs {wanted[0]}; install a newer Go")
 

@@ -37,7 +37,7 @@ def end_processes() -> int:
     """End every process in the group; return how many there were.
 
     Raises:
-        ClusterError: some outlive SIGKILL for half a minute.
+        ClusterError: some outlive SIGKILL for two minutes.
     """
     count = len(_processes(_own()))
 
@@ -50,7 +50,7 @@ def end_processes() -> int:
                 os.kill(pid, signal.SIGKILL)
         return f"{len(left)} processes in the control group {NAME}" if left else ""
 
-    wait_until("the end of the containers' processes", remaining, limit=30)
+    wait_until("the end of the containers' processes", remaining, limit=120)
     return count
 
 
@@ -70,7 +70,7 @@ def remove() -> int:
         left = _own()
         return f"{len(left)} control groups, such as {left[0]}" if left else ""
 
-    wait_until(f"the removal of the control group {NAME}", remaining, limit=20)
+    wait_until(f"the removal of the control group {NAME}", remaining, limit=120)
     return count
 
 

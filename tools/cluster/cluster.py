@@ -33,7 +33,7 @@ from tools.cluster.stages import Stages
 from tools.cluster.waiting import wait_until
 
 LOCK_LIMIT_SECONDS = 1200.0
-HEALTH_LIMIT_SECONDS = 90.0
+HEALTH_LIMIT_SECONDS = 240.0
 _PREFLIGHT = "look for another Kubernetes"
 CORE = (*control_plane.PROCESSES, "containerd", "kubelet")
 SATELLITES = ("kube-proxy", dns.PROCESS, kuberay.PROCESS, registry.PROCESS)

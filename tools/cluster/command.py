@@ -87,7 +87,7 @@ def _run(
         # One that has ended is left alone: its id may be another's by now.
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
     if process.returncode != 0:
         said = (error_output or output or "").strip()[-SHOWN_CHARACTERS:]
         raise ClusterError(f"exit code {process.returncode}: {shown[:SHOWN_CHARACTERS]}\n{said}", path)

@@ -36,7 +36,7 @@ def start(layout: Layout, processes: Processes, *, has_upstream: bool = True) ->
             return f"CoreDNS's health ({error})"
         return ""
 
-    wait_until("CoreDNS", missing, limit=90, log=layout.log(PROCESS))
+    wait_until("CoreDNS", missing, limit=240, log=layout.log(PROCESS))
 
 
 def _upstream(has_upstream: bool) -> str:

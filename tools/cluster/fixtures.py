@@ -32,7 +32,7 @@ class RunningCluster:
         """The administrator's kubeconfig."""
         return self.layout.kubeconfig
 
-    def kubectl(self, *arguments: str, limit: float = 60.0, stdin: str | None = None) -> str:
+    def kubectl(self, *arguments: str, limit: float = 300.0, stdin: str | None = None) -> str:
         """Run kubectl and return its output; ClusterError with its message if it fails."""
         return kubernetes.kubectl(self.layout, *arguments, limit=limit, stdin=stdin)
 

@@ -48,7 +48,7 @@ def _remove(removal_of: Callable[[str], tuple[str, int]]) -> int:
     for program in _PROGRAMS:
         removal, found = removal_of(_save(program))
         if found:
-            run([f"{program}-restore", "--noflush", "--wait"], limit=60, stdin=removal)
+            run([f"{program}-restore", "--noflush", "--wait"], limit=120, stdin=removal)
         count += found
     return count
 
@@ -58,7 +58,7 @@ def _save(program: str) -> str:
     if shutil.which(f"{program}-save") is None:
         return ""
     try:
-        return run([f"{program}-save"], limit=30)
+        return run([f"{program}-save"], limit=120)
     except ClusterError:
         return ""
 

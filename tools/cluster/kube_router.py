@@ -22,7 +22,7 @@ _PACKAGES = {"ipset": "ipset"}
 _FORWARD_CHAIN = "KUBE-ROUTER-FORWARD"
 CHAINS = re.compile(r"^KUBE-(ROUTER|POD-FW|NWPLCY)-")
 _SETS = re.compile(r"^(KUBE-(SRC|DST)-|kube-router-)")
-_START_LIMIT_SECONDS = 60.0
+_START_LIMIT_SECONDS = 240.0
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def enforced(layout: Layout) -> Iterator[None]:
     """Build kube-router (some minutes, once), let it enforce NetworkPolicies, and remove its rules at the end.
 
     Raises:
-        ClusterError: the build fails, the process ends, or it has written no rules after a minute.
+        ClusterError: the build fails, the process ends, or it has written no rules after four minutes.
     """
     system_packages.ensure(_PACKAGES)
     binaries.ensure(layout, binaries.KUBE_ROUTER)
@@ -41,8 +41,8 @@ def enforced(layout: Layout) -> Iterator[None]:
     finally:
         processes.stop(PROCESS)
         remove_chains(CHAINS)
-        for name in filter(_SETS.match, run(["ipset", "list", "-name"], limit=30).split()):
-            run(["ipset", "destroy", name], limit=30)
+        for name in filter(_SETS.match, run(["ipset", "list", "-name"], limit=120).split()):
+            run(["ipset", "destroy", name], limit=120)
 
 
 def _start(layout: Layout, processes: Processes) -> None:

@@ -23,7 +23,7 @@ def install_crds(layout: Layout) -> None:
     kubectl(layout, "apply", "--server-side", "--force-conflicts", f"--filename={folder}", limit=120)
     # A definition that was made this moment has no conditions yet, and on those `kubectl wait` fails at once.
     for sign in ("jsonpath={.status.conditions}", "condition=Established"):
-        kubectl(layout, "wait", f"--for={sign}", f"crd/{CRD_NAME}", "--timeout=25s")
+        kubectl(layout, "wait", f"--for={sign}", f"crd/{CRD_NAME}", "--timeout=100s", limit=120)
 
 
 def start(layout: Layout, processes: Processes) -> None:

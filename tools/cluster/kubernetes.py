@@ -9,7 +9,7 @@ from tools.cluster.command import run
 from tools.cluster.errors import ClusterError
 from tools.cluster.layout import Layout
 
-DEFAULT_LIMIT_SECONDS = 60.0
+DEFAULT_LIMIT_SECONDS = 120.0
 
 
 def kubectl(layout: Layout, *arguments: str, limit: float = DEFAULT_LIMIT_SECONDS, stdin: str | None = None) -> str:

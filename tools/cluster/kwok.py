@@ -22,7 +22,7 @@ PROCESS = "kwok"
 TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
 TOLERATION = {"key": TAINT["key"], "operator": "Equal", "value": TAINT["value"], "effect": TAINT["effect"]}
 FAKE_LABEL = "ppojob.dev/fake-node"
-_START_LIMIT_SECONDS = 30.0
+_START_LIMIT_SECONDS = 120.0
 _PODS_PER_NODE = "500"
 
 
@@ -53,7 +53,7 @@ def add_nodes(
     """Create `count` ready nodes PREFIX-0 ... with `gpus` GPUs each; return their names.
 
     Raises:
-        ClusterError: they are not ready after a minute.
+        ClusterError: they are not ready after four minutes.
     """
     ensure_running(layout, Processes(layout))
     names = [f"{prefix}-{index}" for index in range(count)]
@@ -64,7 +64,7 @@ def add_nodes(
         left = sorted(set(names) - {node["metadata"]["name"] for node in nodes if _is_ready(node)})
         return f"{len(left)} nodes, such as {left[0]}" if left else ""
 
-    wait_until("KWOK's nodes", missing, limit=60, interval=0.5, log=layout.log(PROCESS))
+    wait_until("KWOK's nodes", missing, limit=240, interval=0.5, log=layout.log(PROCESS))
     return names
 
 

@@ -92,7 +92,7 @@ def _unmount(layout: Layout) -> int:
     for point in points:
         with contextlib.suppress(ClusterError):
             # Lazily: a dying process may hold the mount for another moment.
-            run(["umount", "--lazy", point], limit=20)
+            run(["umount", "--lazy", point], limit=60)
     if left := mounts_below([layout.runtime, layout.kubelet, layout.containerd_root]):
         raise ClusterError(f"cannot unmount {left[0]} (and {len(left) - 1} more); see what holds it with fuser -m")
     return len(points)
@@ -107,7 +107,7 @@ def _remove_network_namespaces() -> int:
     existing = [path for path in recorded if path.exists()]
     for path in existing:
         with contextlib.suppress(ClusterError):
-            run(["umount", "--lazy", path], limit=20)
+            run(["umount", "--lazy", path], limit=60)
         path.unlink(missing_ok=True)
     return len(existing)
 
@@ -123,10 +123,10 @@ def _remove_bridge() -> int:
     # Pods of one namespace end with it, and their veths too; a namespace still dying keeps its veth for a moment.
     for port in Path(f"/sys/class/net/{BRIDGE}/brif").glob("veth*"):
         with contextlib.suppress(ClusterError):
-            run(["ip", "link", "delete", port.name], limit=10)
+            run(["ip", "link", "delete", port.name], limit=60)
     if not Path(f"/sys/class/net/{BRIDGE}").exists():
         return 0
-    run(["ip", "link", "delete", BRIDGE], limit=10)
+    run(["ip", "link", "delete", BRIDGE], limit=60)
     return 1
 
 

@@ -37,17 +37,17 @@ def ensure(layout: Layout, *, has_iptables: bool = True) -> None:
     if holder not in (None, BRIDGE):
         raise ClusterError(f"{NODE_IP} is the address of {holder}: another cluster uses {POD_CIDR}; take it down first")
     if not Path(f"/sys/class/net/{BRIDGE}").exists():
-        run(["ip", "link", "add", BRIDGE, "type", "bridge"], limit=10)
+        run(["ip", "link", "add", BRIDGE, "type", "bridge"], limit=60)
     if holder is None:
-        run(["ip", "address", "add", NODE_IP_WITH_PREFIX, "dev", BRIDGE], limit=10)
-    run(["ip", "link", "set", BRIDGE, "up"], limit=10)
+        run(["ip", "address", "add", NODE_IP_WITH_PREFIX, "dev", BRIDGE], limit=60)
+    run(["ip", "link", "set", BRIDGE, "up"], limit=60)
     template = CNI_CONFIG if has_iptables else CNI_CONFIG_ALONE
     render_as(layout, template, f"cni/{CNI_CONFIG}", network=CNI_NETWORK, bridge=BRIDGE, pod_cidr=POD_CIDR)
 
 
 def _enable(setting: Path, meaning: str) -> None:
     if not setting.exists() and "bridge" in setting.name:
-        run(["modprobe", "br_netfilter"], limit=20)
+        run(["modprobe", "br_netfilter"], limit=60)
     try:
         if setting.read_text().strip() != "1":
             setting.write_text("1")
@@ -56,7 +56,7 @@ def _enable(setting: Path, meaning: str) -> None:
 
 
 def _interface_with(address: str) -> str | None:
-    for interface in json.loads(run(["ip", "-json", "-4", "address", "show"], limit=10)):
+    for interface in json.loads(run(["ip", "-json", "-4", "address", "show"], limit=60)):
         if any(item.get("local") == address for item in interface.get("addr_info", [])):
             return str(interface["ifname"])
     return None

@@ -151,4 +151,4 @@ def _start_containerd(layout: Layout, processes: Processes, config: Path) -> Non
         command = ["ctr", f"--address={layout.containerd_socket}", "--namespace=k8s.io", "containers", "list", "-q"]
         return "" if succeeds(command, limit=15) else f"an answer on {layout.containerd_socket}"
 
-    wait_until("containerd", missing, limit=60, log=layout.log("containerd"))
+    wait_until("containerd", missing, limit=240, log=layout.log("containerd"))

@@ -59,7 +59,7 @@ def _pause(kubectl: Callable[..., str], deployment: dict[str, Any]) -> None:
         return
     kubectl("annotate", name, f"--namespace={namespace}", "--overwrite", f"{_REPLICAS}={replicas}")
     kubectl("scale", name, f"--namespace={namespace}", "--replicas=0")
-    kubectl("wait", "--for=delete", "pods", _SELECTOR, f"--namespace={namespace}", "--timeout=50s")
+    kubectl("wait", "--for=delete", "pods", _SELECTOR, f"--namespace={namespace}", "--timeout=240s")
 
 
 def _resume(kubectl: Callable[..., str], deployment: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from tools.cluster.errors import ClusterError
 from tools.cluster.layout import Layout
 from tools.cluster.waiting import wait_until
 
+_KILL_SECONDS = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Popen objects complain when they are collected before their process ends, and ours are meant to outlive us.
 _STARTED: list[subprocess.Popen[bytes]] = []
@@ -90,7 +91,10 @@ class Processes:
             raise ClusterError(f"{name} ended at once with code {process.poll()}", log)
         record = Record(process.pid, ticks, boot_id(), arguments)
         self._layout.processes.mkdir(parents=True, exist_ok=True)
-        self._path(name).write_text(json.dumps(asdict(record), indent=1))
+        # Another command that reads it meanwhile must not find half of it.
+        aside = self._layout.processes / f".{name}.{os.getpid()}"
+        aside.write_text(json.dumps(asdict(record), indent=1))
+        aside.replace(self._path(name))
         return record
 
     def record(self, name: str) -> Record | None:
@@ -131,7 +135,7 @@ def end(pid: int, ticks: int, *, limit: float) -> None:
     """End the process that started at `ticks` and wait until it is gone.
 
     Raises:
-        ClusterError: it outlives SIGKILL by 10 s.
+        ClusterError: it outlives SIGKILL by a minute, in which a process with much memory ends on a busy machine too.
     """
 
     def still_there() -> str:
@@ -139,7 +143,7 @@ def end(pid: int, ticks: int, *, limit: float) -> None:
             os.waitpid(pid, os.WNOHANG)
         return f"process {pid} runs" if start_ticks(pid) == ticks else ""
 
-    for signal_number, seconds in ((signal.SIGTERM, limit), (signal.SIGKILL, 10.0)):
+    for signal_number, seconds in ((signal.SIGTERM, limit), (signal.SIGKILL, _KILL_SECONDS)):
         if not still_there():
             return
         with contextlib.suppress(ProcessLookupError):

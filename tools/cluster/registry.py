@@ -34,14 +34,14 @@ def ensure(layout: Layout, processes: Processes) -> bool:
         processes.require_running(PROCESS)
         return _unanswered()
 
-    wait_until("the registry", missing, limit=90, log=layout.log(PROCESS))
+    wait_until("the registry", missing, limit=240, log=layout.log(PROCESS))
     return True
 
 
 def has(repository: str, tag: str) -> bool:
     """True if the registry holds this image."""
     url = f"{_URL}/{repository}/manifests/{tag}"
-    return httpx.head(url, headers={"Accept": _MANIFEST_TYPES}, timeout=10).status_code == httpx.codes.OK
+    return httpx.head(url, headers={"Accept": _MANIFEST_TYPES}, timeout=60).status_code == httpx.codes.OK
 
 
 def images() -> list[tuple[str, str]]:

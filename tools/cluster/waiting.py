@@ -14,12 +14,15 @@ def wait_until(
 ) -> float:
     """Call `missing` until it returns "" (nothing is missing any more); return the seconds that it took.
 
+    The last call begins after the limit: this process itself may have had to wait until then.
+
     Raises:
         ClusterError: after `limit` seconds, with the last thing that was missing and the end of `log`.
     """
-    start = time.monotonic()
+    start, is_late = time.monotonic(), False
     while reason := missing():
-        if time.monotonic() - start > limit:
+        if is_late:
             raise ClusterError(f"waited {limit:g} s for {what}; still missing: {reason}", log)
         time.sleep(interval)
+        is_late = time.monotonic() - start > limit
     return time.monotonic() - start

@@ -45,9 +45,9 @@ PARTS: Sequence[Target] = (
     Target("images", 3600, after="cluster-up", is_foundation=True),
     Target("integration", 3600, after="images"),
     Target("e2e", 5400, after="integration", is_large=True),
-    Target("lint", 300),
-    Target("contracts", 300),
-    Target("generate-check", 300),
+    Target("lint", 900),
+    Target("contracts", 900),
+    Target("generate-check", 900),
     Target("golden", 900),
     Target("architecture", 600),
     Target("trainer", 4800, is_large=True),
@@ -57,7 +57,7 @@ PARTS: Sequence[Target] = (
     Target("unit-slow", 3600),
 )
 AT_A_TIME = 2
-CLUSTER_DOWN = Target("cluster-down", 300, is_foundation=True)
+CLUSTER_DOWN = Target("cluster-down", 900, is_foundation=True)
 # In the project.
 LOGS = Path(".build") / "test"
 

@@ -93,8 +93,8 @@ def redirected(port: int) -> Iterator[None]:
     change = ["iptables", "--wait", "--table", "nat"]
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([*change, "--insert", *rule], check=True, timeout=30)
+        subprocess.run([*change, "--insert", *rule], check=True, timeout=240)
         try:
             yield
         finally:
-            subprocess.run([*change, "--delete", *rule], check=True, timeout=30)
+            subprocess.run([*change, "--delete", *rule], check=True, timeout=240)

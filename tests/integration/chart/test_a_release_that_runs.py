@@ -15,7 +15,7 @@ from tools.cluster.images import build as images
 from tools.cluster.images.recipes import OPERATOR
 from tools.cluster.layout import Layout
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 CHART = Path(__file__).resolve().parents[3] / "charts" / "ppojob"
 REPLICAS = "app.kubernetes.io/name=ppojob-operator"
@@ -49,7 +49,7 @@ def settings(kubectl: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def release(kubectl: Any, cluster: Any, settings: list[str]) -> Iterator[str]:
     with operators.paused(cluster):
-        helm(kubectl.namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=240s", *settings)
+        helm(kubectl.namespace, "install", "ppojob", str(CHART), "--wait", "--timeout=360s", *settings)
         yield "ppojob"
         helm(kubectl.namespace, "uninstall", "ppojob", "--ignore-not-found", "--wait")
 
@@ -58,6 +58,18 @@ def replicas(kubectl: Any) -> list[str]:
     """Return the names of the operator's pods that are not on their way out."""
     items = kubectl.json("get", "pods", f"--selector={REPLICAS}")["items"]
     return [item["metadata"]["name"] for item in items if "deletionTimestamp" not in item["metadata"]]
+
+
+def live_leader(kubectl: Any) -> str:
+    """Wait until a pod that stays leads, and return it."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        found[:] = [leader(kubectl)]
+        return found[0] in replicas(kubectl)
+
+    wait_until(is_there)
+    return found[0]
 
 
 def leader(kubectl: Any) -> str:
@@ -71,7 +83,7 @@ def is_rolled_out(kubectl: Any) -> bool:
     return "successfully rolled out" in done.stdout
 
 
-def wait_until(is_so: Callable[[], bool], limit: float = 240) -> None:
+def wait_until(is_so: Callable[[], bool], limit: float = 400) -> None:
     end = time.monotonic() + limit
     while not is_so():
         assert time.monotonic() < end, "it did not become so"
@@ -79,7 +91,7 @@ def wait_until(is_so: Callable[[], bool], limit: float = 240) -> None:
 
 
 def test_helm_test_says_that_all_is_well(kubectl: Any, release: str) -> None:
-    said = helm(kubectl.namespace, "test", release, "--timeout=180s")
+    said = helm(kubectl.namespace, "test", release, "--timeout=360s")
 
     assert "Phase:          Succeeded" in said
 
@@ -92,7 +104,7 @@ def test_both_replicas_take_reports_and_one_of_them_leads(kubectl: Any, release:
 
     # The Service follows a pod's readiness with a delay.
     wait_until(lambda: len(addressed()) == 2 and addressed() == sorted(replicas(kubectl)))
-    wait_until(lambda: leader(kubectl) in replicas(kubectl))
+    live_leader(kubectl)
 
 
 def test_a_bad_job_is_refused_by_way_of_the_service(kubectl: Any, release: str, manifest: dict[str, Any]) -> None:
@@ -108,8 +120,7 @@ def test_a_bad_job_is_refused_by_way_of_the_service(kubectl: Any, release: str, 
 
 
 def test_a_leader_whose_pod_is_killed_is_followed(kubectl: Any, release: str) -> None:
-    wait_until(lambda: leader(kubectl) in replicas(kubectl))
-    first = leader(kubectl)
+    first = live_leader(kubectl)
 
     kubectl("delete", "pod", first, "--force", "--grace-period=0")
 
@@ -134,8 +145,7 @@ def test_an_upgrade_never_leaves_the_service_without_a_replica(kubectl: Any, rel
     strategy = kubectl.json("get", "deployment", "ppojob")["spec"]["strategy"]
     assert strategy["rollingUpdate"]["maxUnavailable"] == 0
     assert not before & set(replicas(kubectl))
-    wait_until(lambda: leader(kubectl) in replicas(kubectl))
-    log = kubectl("logs", leader(kubectl))
+    log = kubectl("logs", live_leader(kubectl))
     assert all(json.loads(line)["level"] for line in log.splitlines())
 
 
@@ -143,9 +153,12 @@ def test_a_drain_takes_one_replica_at_a_time(kubectl: Any, release: str) -> None
     wait_until(lambda: is_rolled_out(kubectl))
     wait_until(lambda: kubectl.json("get", "pdb", "ppojob")["status"]["disruptionsAllowed"] == 1)
     with no_new_pods(kubectl):
-        first, second = (evict(kubectl, name) for name in replicas(kubectl)[:2])
+        first, other = replicas(kubectl)[:2]
+        # A replica whose probe fails on a busy machine takes the place of the one that may be evicted, as a drain sees.
+        wait_until(lambda: evict(kubectl, first).returncode == 0)
+        second = evict(kubectl, other)
 
-    assert first.returncode == 0, first.stderr
+    assert second.returncode != 0
     assert "disruption budget" in second.stderr
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppojob_api.v1alpha1.constants import Reason
-from tests.integration.conftest import define, wait_until_served
+from tests.integration.conftest import define, wait_until_allowed, wait_until_served
 from tests.integration.operator.conftest import Jobs, OperatorProcess, Rights, claim, environment_of, volumes
 from tools.cluster import operators
 
@@ -22,6 +22,7 @@ DEFINITIONS = CHART.parents[1] / "crds"
 NAME = "ppojob"
 OF_A_JOB = "ppojobs,rayclusters,configmaps,serviceaccounts,secrets,networkpolicies,pods,services"
 REST_SECONDS = 8.0
+DELETED_SECONDS, SETTLED_SECONDS = 180.0, 240.0
 
 
 def helm(namespace: str, *arguments: str) -> str:
@@ -43,6 +44,7 @@ def operator_of(kubectl: Any, folder: Path) -> OperatorProcess:
     folder.mkdir()
     kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
     kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", NAME, "--duration=1h").strip()}
+    wait_until_allowed(kubectl)
     environment = environment_of([kubectl.json("get", "deployment", NAME)])
     process = Rights(kubeconfig, {**environment, "POD_NAMESPACE": kubectl.namespace}).operator(folder)
     # It looks at each job often, also without a cause.
@@ -81,6 +83,17 @@ def edit(kubectl: Any, jobs: Jobs, job: str, cluster: str) -> None:
         assert words in said["message"]
 
 
+def settled_objects_of(kubectl: Any, job: str) -> dict[str, tuple[str, int]]:
+    """Wait until nobody changes the objects of a job for a while, and return them."""
+    end, found = time.monotonic() + SETTLED_SECONDS, objects_of(kubectl, job)
+    while True:
+        time.sleep(REST_SECONDS)
+        before, found = found, objects_of(kubectl, job)
+        if found == before:
+            return found
+        assert time.monotonic() < end, (before, found)
+
+
 def replaced(before: OperatorProcess, after: OperatorProcess, jobs: Jobs) -> OperatorProcess:
     """Start the next operator as the Deployment does it, before the other one goes, and let it look at the jobs."""
     after.start()
@@ -108,8 +121,7 @@ def test_an_upgrade_and_a_rollback_under_an_operator_that_runs_leave_jobs_and_th
     cluster = jobs.wait(job, lambda status: "rayCluster" in status)["rayCluster"]["name"]
     jobs.wait_until(lambda: sum(each.startswith("Pod/") for each in objects_of(kubectl, job)) == 3)
     edit(kubectl, jobs, job, cluster)
-    time.sleep(REST_SECONDS)
-    before = objects_of(kubectl, job)
+    before = settled_objects_of(kubectl, job)
 
     more = {"crds.install": "false", "logFormat": "JSON", "logLevel": "DEBUG"}
     helm(kubectl.namespace, "upgrade", NAME, str(CHART), *values(kubectl, **more))
@@ -137,10 +149,19 @@ def test_an_upgrade_and_a_rollback_under_an_operator_that_runs_leave_jobs_and_th
     kubectl("delete", "ppojob", job)
 
 
+def ppojobs(cluster: Any) -> str:
+    """Return the names of the PPOJobs of all namespaces."""
+    return str(cluster("get", "ppojobs", "--all-namespaces", "--output=name")).strip()
+
+
 @pytest.fixture
 def definition_to_lose(kubectl: Any, cluster: Any, _alone: None) -> Iterator[None]:
     """Neither CRD nor policy, as before the first installation; the tests' own are back at the end."""
-    if cluster("get", "ppojobs", "--all-namespaces", "--output=name").strip():
+    deadline = time.monotonic() + DELETED_SECONDS
+    # Jobs of other tests, and of their namespaces, may be about to go.
+    while (left := ppojobs(cluster)) and time.monotonic() < deadline:
+        time.sleep(1)
+    if left:
         pytest.skip("there are PPOJobs in this cluster, which would go with their definition")
     cluster("delete", "--timeout=240s", f"--filename={DEFINITIONS}")
     yield

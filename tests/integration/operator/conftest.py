@@ -13,6 +13,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import pytest
 import yaml
 
 from tests.bench.operator_scale.dashboards import Dashboards, serving
+from tests.integration.conftest import wait_until_allowed
 from tests.integration.operator.hiding_proxy import HidingProxy
 from tests.ports import server_port
 from tools.cluster import operators
@@ -185,6 +187,7 @@ def granted(kubectl: Any, chart: list[dict[str, Any]]) -> Iterator[Rights]:
         assert done.returncode == 0, done.stderr
         kubeconfig = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
         kubeconfig["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE, "--duration=2h").strip()}
+        wait_until_allowed(kubectl)
         yield Rights(kubeconfig, {**environment_of(chart), "POD_NAMESPACE": kubectl.namespace})
     finally:
         kubectl("delete", "--ignore-not-found", *names)
@@ -371,20 +374,27 @@ def fake_nodes(cluster: Any) -> Iterator[FakeNodes]:
 @pytest.fixture(scope="module")
 def dashboards() -> Iterator[Dashboards]:
     """Ray's dashboards of all fake heads: what is submitted there runs. One module at a time has them."""
-    is_up, is_over = threading.Event(), threading.Event()
-    made: list[Dashboards] = []
+    is_over = threading.Event()
+    made: Future[Dashboards] = Future()
 
     async def serve() -> None:
         async with serving() as dashboards:
-            made.append(dashboards)
-            is_up.set()
+            made.set_result(dashboards)
             await asyncio.to_thread(is_over.wait)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="dashboards")
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except Exception as error:
+            if made.done():
+                raise
+            # Whoever waits for the server gets its error.
+            made.set_exception(error)
+
+    thread = threading.Thread(target=run, name="dashboards")
     thread.start()
     try:
-        assert is_up.wait(_DASHBOARDS_SECONDS)
-        yield made[0]
+        yield made.result(_DASHBOARDS_SECONDS)
     finally:
         is_over.set()
-        thread.join(30)
+        thread.join(_STOP_SECONDS)

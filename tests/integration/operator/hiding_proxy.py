@@ -14,6 +14,8 @@ import aiohttp
 from aiohttp import web
 
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_LIMIT_SECONDS = 240.0
+"""Of the start and of the end of the proxy's thread, on a busy machine."""
 _HOP_BY_HOP = {"connection", "host", "transfer-encoding", "content-length", "content-encoding"}
 
 
@@ -39,15 +41,15 @@ class HidingProxy:
 
     def __enter__(self) -> "HidingProxy":
         self._thread.start()
-        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(_LIMIT_SECONDS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(20)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_LIMIT_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(_LIMIT_SECONDS)
         self._loop.close()
 
     async def _start(self) -> str:

@@ -164,7 +164,7 @@ async def test_the_api_server_evaluates_each_operator(
     configuration = Configuration()
     await kubernetes_config.load_kube_config(config_file=os.environ["KUBECONFIG"], client_configuration=configuration)  # type: ignore[no-untyped-call]
     async with ApiClient(configuration) as client:
-        cluster = Cluster(ApiServer(client, timeout=20.0), reporter="test")
+        cluster = Cluster(ApiServer(client, timeout=120.0), reporter="test")
         found = await cluster.list_namespaces(str(LabelSelector.model_validate(both)))
 
     assert {names[each] for each in found} == set(expected)

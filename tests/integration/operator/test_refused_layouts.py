@@ -122,14 +122,14 @@ def test_a_new_job_of_which_a_pod_can_never_run_says_so(kubectl: Any, jobs: Any,
 
 def test_a_second_edit_during_the_stop_is_tried_too(kubectl: Any, jobs: Any, fake_nodes: Any) -> None:
     # The second edit comes within the grace period, on a slow machine too.
-    job = Running(kubectl, jobs, fake_nodes, grace_period=40)
+    job = Running(kubectl, jobs, fake_nodes, grace_period=90)
     job.edit(nodeSelector={"zone": "a"})
     jobs.wait_for(job.name, Condition.LAYOUT_APPLIED, "False", Reason.REALLOCATING)
 
     job.edit(**CLASS)
 
     assert "no PriorityClass with name is-not-there" in job.refused()
-    jobs.wait(job.name, lambda status: status["attempt"] == 1 and status.get("rayCluster", {}).get("name"))
+    jobs.wait(job.name, lambda status: status["attempt"] == 1 and status.get("rayCluster", {}).get("name"), 300)
     [cluster] = [
         each
         for each in kubectl.json("get", "rayclusters", "--selector", f"ppojob.dev/job={job.name}")["items"]

@@ -5,12 +5,12 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from ppojob_api.v1alpha1 import constants
 from ppojob_api.v1alpha1.constants import Condition, Reason
 from ppojob_api.v1alpha1.progress import REPORT_PATH, progress_audience
+from tests.integration.operator.test_replicas import posted
 
 _SHORTEST = 20
 
@@ -47,9 +47,8 @@ def report_with(token: str, kubectl: Any, operator: Any, name: str, uid: str) ->
     path = REPORT_PATH.format(namespace=kubectl.namespace, name=name)
     report = {"uid": uid, "attempt": 0, "activity": "Training", "step": 1, "totalSteps": 8}
     tls = ssl.create_default_context(cadata=authority)
-    with httpx.Client(verify=tls, trust_env=False, timeout=20) as client:
-        url = f"https://localhost:{operator.environment['PPOJOB_PORT']}{path}"
-        return client.post(url, json=report, headers={"Authorization": f"Bearer {token}"}).status_code
+    url = f"https://localhost:{operator.environment['PPOJOB_PORT']}{path}"
+    return posted(tls, url, report, {"Authorization": f"Bearer {token}"}).status_code
 
 
 def test_what_is_secret_is_said_nowhere(kubectl: Any, jobs: Any, operator: Any, rights: Any) -> None:

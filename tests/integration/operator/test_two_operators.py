@@ -136,7 +136,7 @@ def test_the_second_takes_a_job_over_when_the_first_is_gone_for_good(
     # Back again, the first one finds that the job is another's; it may not even ask whether that one lives.
     pair.first.start()
     jobs.wait_until(lambda: pair.first.metric("ppojob_jobs_left_alone") == 1)
-    assert "may not read the other's Lease" in pair.first.log.read_text()
+    jobs.wait_until(lambda: "may not read the other's Lease" in pair.first.log.read_text())
     assert jobs.status(name)["operator"]["namespace"] == elsewhere.environment["POD_NAMESPACE"]
 
 

@@ -24,6 +24,7 @@ from ppojob_operator.api_server import ApiServer
 from ppojob_operator.cluster_progress import ProgressCluster
 from ppojob_operator.manifests import naming
 from ppojob_operator.status_server import Health, OperatorMetrics, StatusServer, StatusServerSettings
+from tests.integration.conftest import wait_until_allowed
 from tests.ports import server_port
 from tools.cluster.layout import Layout
 
@@ -66,6 +67,7 @@ def operator(kubectl: Any) -> Iterator[Operator]:
     assert done.returncode == 0, done.stderr
     admin = json.loads(kubectl("config", "view", "--raw", "--minify", "--output=json"))
     admin["users"][0]["user"] = {"token": kubectl("create", "token", RELEASE).strip()}
+    wait_until_allowed(kubectl)
     yield Operator(kubectl.namespace, admin)
     cluster_wide = [f"{m['kind']}/{m['metadata']['name']}" for m in wanted if m["kind"].startswith("ClusterRole")]
     kubectl("delete", *cluster_wide)
@@ -253,7 +255,7 @@ def _make(port: ProgressCluster, namespace: str, settings: dict[str, Any]) -> Ru
 
 
 async def _until_open(port: int, task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not task.done():
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

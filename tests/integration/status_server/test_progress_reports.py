@@ -18,7 +18,7 @@ from ppojob_api.v1alpha1.progress import MAX_REPORT_BYTES
 from ppojob_operator.status_server.limits import RequestLimits
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     async with asyncio.timeout(seconds):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ from tests.integration.trainer.separate_process import print_seen
 
 SHORT_LIMIT_S = 20.0
 """Twice what the engine waits for a push that one of its workers cannot end."""
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 EXTENSION = "tests.integration.trainer.format_extension.ChangingExtension"
 
 

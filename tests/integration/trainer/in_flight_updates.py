@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ class Scene:
     version: int = 0
     pushed: tuple[int, int] = (0, 0)
     """The versions of the weights before and after the interruption of a generation."""
+    is_paused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when vLLM is paused for the weights of `lost`."""
 
     async def push(self, model: Any) -> None:
         await self.update(model)
@@ -141,7 +143,16 @@ class Scene:
         """Kill vLLM's process while it waits for weights; return what the engine says then, and in the next call."""
         from ppojob_trainer.engines.errors import EngineLostError
 
+        pause = self.engine._pause
+
+        async def noted_pause() -> None:
+            await pause()
+            self.is_paused.set()
+
+        self.engine._pause = noted_pause
         updating = asyncio.create_task(self.engine.update_weights(self.version + 1))
+        # Before that, it waits for vLLM's pause, which takes as long as the machine is busy.
+        await asyncio.wait_for(self.is_paused.wait(), LIMIT_S)
         await asyncio.sleep(1.0)
         (core,) = (one for one in psutil.Process().children(recursive=True) if one.name().startswith("VLLM"))
         core.kill()

@@ -52,8 +52,10 @@ def limit_parts(folder: Path, rank: int, number: int) -> Path:
         folder: of the logs.
     """
     file = folder / f"parts-of-replica-{rank}"
-    file.write_text(str(number))
-    return file
+    # A replica that reads it meanwhile must not find it empty.
+    aside = folder / f".{file.name}"
+    aside.write_text(str(number))
+    return aside.rename(file)
 
 
 def response_of(seed: int, weights: float) -> list[int]:

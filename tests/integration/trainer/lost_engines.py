@@ -23,6 +23,8 @@ from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
 LOST_POOL, LOST_STEP = "critic", 2
 """The engine of this pool is lost in this step."""
+LOSS_LIMIT_S = 600.0
+"""Until it has made some responses: vLLM on a busy machine."""
 
 
 class _LosesAnEngine(RolloutWorker):
@@ -49,8 +51,8 @@ class _LosesAnEngine(RolloutWorker):
         return self.context.log_file.parent / "an-engine-is-lost"
 
     def wait_for_loss(self) -> None:
-        """Wait until the engine is lost, for at most a minute of the run."""
-        deadline = time.monotonic() + 60
+        """Wait until the engine is lost, for at most ten minutes of the run."""
+        deadline = time.monotonic() + LOSS_LIMIT_S
         while not (self.has_waited or self.marker.exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.has_waited = True
@@ -98,7 +100,7 @@ class LosesIdleVllm(RolloutWorker):
             phase = current_phase()
             if pool == LOST_POOL and phase is not None and phase.step == LOST_STEP:
                 kill_children()
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + LOSS_LIMIT_S
                 while not self._engine._running().errored and time.monotonic() < deadline:
                     time.sleep(0.1)
             check()

@@ -46,9 +46,8 @@ class SumWorker:
         return self.context.rank * mine
 
     @register(dispatch=Dispatch.DP_COMPUTE_PROTO)
-    def double(self, batch: DataProto, wait_s: float = 0.0) -> DataProto:
+    def double(self, batch: DataProto) -> DataProto:
         """Return twice the values, and who computed them."""
-        time.sleep(wait_s)
         ranks = torch.full((len(batch),), self.context.rank)
         return DataProto.from_dict(
             {"doubled": 2 * batch.tensor("numbers"), "rank": ranks}, meta_info={Meta.METRICS: {"seen": [len(batch)]}}
@@ -59,12 +58,12 @@ class SumWorker:
         """Return twice the values once a file exists.
 
         Raises:
-            TimeoutError: it does not exist after a minute.
+            TimeoutError: it does not exist after five minutes.
         """
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not os.path.exists(file):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{file} does not exist after a minute")
+                raise TimeoutError(f"{file} does not exist after five minutes")
             time.sleep(0.02)
         return DataProto.from_dict({"doubled": 2 * batch.tensor("numbers")})
 

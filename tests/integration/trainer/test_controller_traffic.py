@@ -53,7 +53,8 @@ ROWS, RANKS = 64, 2
 PROMPT, SHORT, LONG = 256, 64, 8192
 COLUMNS = (Keys.OLD_LOG_PROBS, Keys.VALUES, Keys.REF_LOG_PROB, Keys.TOKEN_LEVEL_SCORES, Keys.ADVANTAGES)
 FLOAT32_BYTES = 4
-LIMIT_S = 120.0
+LIMIT_S = 300.0
+"""Also of the start of seven processes, which import torch at the same time."""
 
 
 @dataclass

@@ -12,6 +12,8 @@ from tests.integration.trainer.tiny_model import write_tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(LIMIT_S + 60)]
 
 MODULE = "tests.integration.trainer.divided_quantized_engine"
+SOON_S = 150.0
+"""Half of the engine's usual limit, which nothing of the failed push waits for."""
 LARGEST_GAP = 1.0
 """Of log-probs, by the mean. Random weights suffer from rounding: with one worker, the engine is apart by 0.35."""
 
@@ -41,9 +43,9 @@ def test_an_engine_whose_worker_waits_for_one_that_failed_is_lost(seen: dict[str
     failed = seen["failed"]
     assert "vLLM's workers (2) did not all finish ppojob_receive_weights within 10 s" in failed["says"]
     assert failed["check"] == failed["says"]
-    assert failed["seconds"] < 60
+    assert failed["seconds"] < SOON_S
 
 
 def test_a_lost_engine_leaves_no_processes(seen: dict[str, Any]) -> None:
     assert seen["left"] == []
-    assert seen["shutdown_seconds"] < 60
+    assert seen["shutdown_seconds"] < SOON_S

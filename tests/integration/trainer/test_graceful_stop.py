@@ -124,7 +124,9 @@ def hold_after_the_first_step(
     seconds: list[float] | None = None,
 ) -> None:
     """Do what a pod that is being deleted does, because its PPOJob was deleted or for another cause."""
+    deadline = time.monotonic() + LIMIT_S
     while not any(report.step >= 1 for report in endpoint.reports):
+        assert time.monotonic() < deadline, f"no step was reported within {LIMIT_S:g} s"
         time.sleep(0.1)
     endpoint.is_job_deleted, begin = is_job_deleted, time.monotonic()
     command = [str(Path(sys.executable).with_name("ppojob")), "hold", "--limit", str(LIMIT_S)]
@@ -152,7 +154,7 @@ def test_a_pod_that_is_deleted_is_held_until_the_trainer_has_put_a_checkpoint_do
         hook = threading.Thread(target=hold_after_the_first_step, args=(root, endpoint, held), daemon=True)
         hook.start()
         code, output = run_attempt(root, model, 0, endpoint, SPLIT)
-        hook.join(60)
+        hook.join(LIMIT_S)
 
     assert code == 130, output[-4000:]
     [done] = held
@@ -176,7 +178,7 @@ def test_the_pods_of_a_deleted_job_are_released_without_a_checkpoint(model: Path
         )
         hook.start()
         code, output = run_attempt(root, model, 0, endpoint, SPLIT)
-        hook.join(60)
+        hook.join(LIMIT_S)
 
     assert code == 1, output[-4000:]
     record = FailureRecord.from_log(output)

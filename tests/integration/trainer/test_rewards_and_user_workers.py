@@ -300,7 +300,7 @@ def table_of(values: list[float]) -> Table:
 
 async def call(hook: HookCall, table: Table) -> tuple[DataProto, dict[str, float]]:
     found, metrics = await hook.call(table, 7)
-    return found.rows(Share(tuple(range(len(found))))).pull(30).batch, metrics
+    return found.rows(Share(tuple(range(len(found))))).pull(START_LIMIT_S).batch, metrics
 
 
 def test_each_dispatch_mode_gives_a_hook_its_rows(pool: PlacedPool, tmp_path: Path) -> None:

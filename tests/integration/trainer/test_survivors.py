@@ -36,6 +36,7 @@ from tests.integration.trainer.runs import (
     job_of,
     log_of,
     records_of,
+    reward_of_letters,
     wait_until,
 )
 from tests.processes import left_of
@@ -44,6 +45,8 @@ pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 OF_ACTORS_POOL = {"actor-0", "rollout-0"}
 OF_CRITICS_POOL = {"critic-0", "ref-0"}
+SCORE_S = 0.5
+"""Of each response. So a step takes seconds, and an attempt is ended before its last one, also if this test waits."""
 LEFT_LIMIT_S = 120.0
 """Until a process whose end was ordered has ended."""
 
@@ -63,7 +66,7 @@ def processes(root: Path) -> dict[str, psutil.Process]:
 def test_the_processes_of_other_pools_go_on_and_no_number_changes(
     cluster: None, undisturbed: Run, model: Path, tmp_path: Path
 ) -> None:
-    job = job_of(tmp_path, checkpointed_spec(model))
+    job = job_of(tmp_path, {**checkpointed_spec(model), "reward": reward_of_letters(SCORE_S)})
     until: Callable[..., None] = partial(wait_until, root=tmp_path)
 
     with attempt(0, tmp_path, job) as driver:

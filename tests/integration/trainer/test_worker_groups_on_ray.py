@@ -282,12 +282,15 @@ async def test_a_failed_gpu_is_named_with_role_rank_and_address(group: Group) ->
     assert record.address == ray.util.get_node_ip_address()
 
 
-def test_waiting_has_a_limit_and_says_for_whom(group: Group) -> None:
-    future = group.call(SumWorker.double, table_of(2), wait_s=5.0)
+def test_waiting_has_a_limit_and_says_for_whom(group: Group, tmp_path: Path) -> None:
+    may_answer = tmp_path / "may-answer"
+    future = group.call(SumWorker.double_after, table_of(2), str(may_answer))
 
-    with pytest.raises(CallTimeoutError, match=r"sum\.double did not answer within 0\.01 s; waiting for rank 0, 1"):
+    words = r"sum\.double_after did not answer within 0\.01 s; waiting for rank 0, 1"
+    with pytest.raises(CallTimeoutError, match=words):
         future.result(0.01)
-    assert len(future.result(60)) == 2
+    may_answer.touch()
+    assert len(future.result(300)) == 2
 
 
 async def test_what_a_process_writes_is_in_its_log(group: Group, logs: Path) -> None:

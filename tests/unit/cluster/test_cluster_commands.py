@@ -69,6 +69,16 @@ def test_waiting_ends_as_soon_as_nothing_is_missing() -> None:
     assert wait_until("the server", lambda: next(answers), limit=5, interval=0.01) < 1
 
 
+def test_what_came_while_this_process_had_to_wait_is_seen_after_the_limit() -> None:
+    answers = iter(["the port", ""])
+
+    def missing() -> str:
+        time.sleep(0.02)
+        return next(answers)
+
+    wait_until("the server", missing, limit=0.01, interval=0.01)
+
+
 def test_waiting_says_what_was_still_missing(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("no space left\n")

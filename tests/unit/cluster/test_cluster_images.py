@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tools.cluster.errors import ClusterError
+from tools.cluster.images import build
 from tools.cluster.images.recipes import OPERATOR, RECIPES, TRAINER, Recipe
-from tools.cluster.layout import PROJECT
+from tools.cluster.layout import PROJECT, Layout
 
 
 @pytest.fixture
@@ -89,3 +90,26 @@ def test_remains_of_another_builds_uv_are_not_taken_for_one(
     subprocess.run(["sh", "-euc", guard.replace("/run/uv", str(tmp_path))], check=True)
 
     assert uv.exists() is is_kept
+
+
+def state_of_pull(monkeypatch: pytest.MonkeyPatch, reason: str, message: str) -> str:
+    """Return what is said of a pod whose container waits."""
+    waiting = {"state": {"waiting": {"reason": reason, "message": message}}}
+    pod = {"status": {"phase": "Pending", "containerStatuses": [waiting]}}
+    monkeypatch.setattr(build, "get_json", lambda *_: pod)
+    return build._unfetched(Layout.from_environment(), "pull-trainer")
+
+
+def test_a_pull_that_the_kubelet_repeats_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = state_of_pull(monkeypatch, "ErrImagePull", "context deadline exceeded")
+
+    assert said == "ErrImagePull: context deadline exceeded"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [("ErrImagePull", "localhost:5000/t:1: not found"), ("ImagePullBackOff", "not found"), ("InvalidImageName", "")],
+)
+def test_a_pull_that_cannot_succeed_ends_the_wait(monkeypatch: pytest.MonkeyPatch, reason: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=f"pull-trainer cannot start: {reason}"):
+        state_of_pull(monkeypatch, reason, message)

@@ -24,7 +24,8 @@ from tools.cluster.waiting import wait_until
 
 PULL_LIMIT_SECONDS = 900.0
 PULL_NAMESPACE = "kube-system"
-_HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerError", "RunContainerError"}
+_HOPELESS = {"InvalidImageName", "CreateContainerError", "RunContainerError"}
+_PULL_FAILED = {"ErrImagePull", "ImagePullBackOff"}
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ def _unfetched(layout: Layout, pod: str) -> str:
         if "waiting" in container["state"]
     ]
     reason = "; ".join(f"{state['reason']}: {state.get('message', '')}" for state in waiting)
-    if status["phase"] == "Failed" or any(state["reason"] in _HOPELESS for state in waiting):
+    if status["phase"] == "Failed" or any(map(_is_hopeless, waiting)):
         raise ClusterError(f"the pod {PULL_NAMESPACE}/{pod} cannot start: {reason or status}")
     return reason or f"the pod {PULL_NAMESPACE}/{pod} is {status['phase']}"
+
+
+def _is_hopeless(state: dict[str, str]) -> bool:
+    """Whether the kubelet will not start the container. It tries again where a busy registry did not answer in time."""
+    is_missing = state["reason"] in _PULL_FAILED and "not found" in state.get("message", "")
+    return is_missing or state["reason"] in _HOPELESS

@@ -41,7 +41,7 @@ def build(
 
 def has_image(layout: Layout, tag: str) -> bool:
     """True if the store holds the image `tag`."""
-    return succeeds([*_program(layout), "inspect", "--type=image", tag], limit=30)
+    return succeeds([*_program(layout), "inspect", "--type=image", tag], limit=300)
 
 
 def push(layout: Layout, tag: str, *, log: Path | None = None) -> None:
@@ -61,7 +61,7 @@ def push(layout: Layout, tag: str, *, log: Path | None = None) -> None:
 
 def names(layout: Layout) -> list[str]:
     """The names of the images in the store."""
-    images = json.loads(run([*_program(layout), "images", "--json"], limit=60)) or []
+    images = json.loads(run([*_program(layout), "images", "--json"], limit=120)) or []
     return [name for image in images for name in image.get("names") or []]
 
 

@@ -242,7 +242,8 @@ def test_stages_on_the_cpu_compute_no_sequence_before_its_token_is_known(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int
 ) -> None:
     """vLLM's asynchronous scheduler would schedule a sequence again; two steps are computed at once."""
-    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "reference": "Scheduler"}
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    stages["reference"] = "Scheduler"
     for seed in range(4):
         expected = drive(make("vllm", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
         seen = drive(make("ours", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
