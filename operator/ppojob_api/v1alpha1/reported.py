@@ -80,8 +80,8 @@ class StepChecks(ApiModel):
     compared_weights_step: Annotated[int, _COUNT] | None = None
     """Step after which the policy had the weights that were last read back from all engines and were equal to the
     actor's. 0: initial weights. If they differ, the attempt ends. Absent: the weights of all engines were not read
-    back, which needs CUDA and a model without experts; otherwise the loaded numbers are counted. The checksums of each
-    transfer are compared in any case."""
+    back, which needs CUDA; otherwise the loaded numbers are counted. The checksums of each transfer are compared in any
+    case."""
     rollout_probs_diff_mean: Number | None = None
     """Mean difference of the probabilities that trainer and engine give to the sampled tokens."""
     idle_fraction: Number

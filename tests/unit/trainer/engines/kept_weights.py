@@ -61,7 +61,7 @@ def outcomes(model: Model) -> dict[str, str]:
     """Copy weights, compared and not; return what was found."""
     worker = WeightReceiverExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    worker.vllm_config = cast(VllmConfig, SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1)))
+    worker.vllm_config = cast(VllmConfig, SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)))
     # The weights are on the CPU.
     worker.device = torch.device("cuda")
     found = {}

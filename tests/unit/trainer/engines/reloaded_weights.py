@@ -106,8 +106,8 @@ def changed(model: Any, before: dict[str, Tensor]) -> list[str]:
     return sorted(name for name, tensor in before.items() if not torch.equal(tensor, now[name]))
 
 
-def reloaded(path: str) -> dict[str, Any]:
-    """Return the outcome of each push, and which of vLLM's parameters it left other than they are read from disk."""
+def vllm_model(path: str) -> tuple[VllmConfig, nn.Module]:
+    """Return vLLM's model, read from disk, and its configuration."""
     config = EngineArgs(
         model=path,
         dtype="float32",
@@ -121,7 +121,12 @@ def reloaded(path: str) -> dict[str, Any]:
         # vLLM makes the experts' group only for a model with experts.
         destroy_model_parallel()
         initialize_model_parallel()
-        model = get_model(vllm_config=config)
+        return config, get_model(vllm_config=config)
+
+
+def reloaded(path: str) -> dict[str, Any]:
+    """Return the outcome of each push, and which of vLLM's parameters it left other than they are read from disk."""
+    config, model = vllm_model(path)
     from_disk = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     computed_from_disk = linear_outputs(config, model)
     worker = worker_of(config, model)

@@ -11,7 +11,7 @@ by the worker extension. Pure torch, and exact.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -46,16 +46,20 @@ class ReadBack:
         came.sums.append(bits_of(tensor))
         came.number += tensor.numel()
 
-    def check(self, model: nn.Module) -> bool:
+    def check(self, model: nn.Module, computed: Collection[nn.Parameter] = ()) -> bool:
         """Compare with the parameters of the model, or of this GPU's part of it; return whether this was possible.
 
         Waits for the device. A model is not compared if its dtype differs from that of the weights, or if it has fewer
         numbers than arrived.
 
+        Args:
+            computed: parameters that vLLM computes from others: nobody sends them.
+
         Raises:
             WeightSyncError: some of the weights are not in the model, or the model has some that were not sent.
         """
-        parameters = [parameter.detach() for parameter in model.parameters()]
+        left = {id(parameter) for parameter in computed}
+        parameters = [parameter.detach() for parameter in model.parameters() if id(parameter) not in left]
         weights = (self._earlier | self._came).values()
         if {parameter.dtype for parameter in parameters} != {weight.dtype for weight in weights}:
             return False

@@ -4,8 +4,9 @@ Called by `RolloutEngine` through `collective_rpc`. Names begin with `ppojob_`, 
 hides a method of the worker. If vLLM keeps weights in the format of the checkpoint, they are copied in place. Otherwise
 they are loaded with `reload_weights`, which takes six times as long but handles vLLM's own layouts (on the CPU it keeps
 only packed copies, and `load_weights` finds empty parameters). Both keep addresses, so that CUDA graphs stay valid.
-Copied weights are read back every few times (`read_back`); of reloaded ones the numbers are counted (`load_count`).
-Weights that vLLM quantizes when it loads them are reloaded, and read back every few times (`quantized_read_back`).
+The numbers of reloaded weights are counted every time (`load_count`). On GPUs, weights are read back every few times
+(`read_back`), reloaded ones unless vLLM's layout changes the sum of their bits. Weights that vLLM quantizes when it
+loads them are reloaded, and read back in another way (`quantized_read_back`).
 A worker of an engine of several GPUs asks the trainer for the boxes that its loaders read (`loader_reads`). It reads
 nothing of the experts of others that divide them, nor of other stages' layers. So each returns what it did not read,
 and the engine finds out what none of them read.
@@ -31,6 +32,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -40,12 +42,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
+from ppojob_trainer.engines.errors import WeightSyncError
 from ppojob_trainer.engines.rollout.load_count import Expected, counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.options import HOST_ADDRESS, WORKER_ADDRESS, WORKER_FAILURE
 from ppojob_trainer.engines.rollout.owner import end_with
 from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, read_back_quantized
-from ppojob_trainer.engines.rollout.read_back import ReadBack
+from ppojob_trainer.engines.rollout.read_back import ReadBack, bits_of, total_of
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
 from ppojob_trainer.engines.transports import Transports
@@ -86,6 +89,8 @@ class WeightReceiverExtension:
 
     ppojob_read_back: ReadBack | None = None
     """The last complete push over the connection, if it was compared: partial ones bring only some of its tensors."""
+    ppojob_keeps_bits: bool | None = None
+    """Whether vLLM's layout of reloaded weights keeps the sum of their bits; None: no push has shown it yet."""
     ppojob_num_taken: int | None = None
     """The numbers that the loaders took of the first partial push over the connection."""
 
@@ -174,7 +179,8 @@ class WeightReceiverExtension:
         if is_quantized(model):
             return self._ppojob_quantize(version, tensors)
         earlier = self.ppojob_read_back if stream.is_partial else None
-        is_read_back = is_copied and (earlier is not None or not stream.is_partial)
+        may_be_read = is_copied or (self.device.type == "cuda" and self.ppojob_keeps_bits is not False)
+        is_read_back = may_be_read and (earlier is not None or not stream.is_partial)
         read_back, boxes = ReadBack(version, earlier), None
         if self._ppojob_is_whole():
             load(read_back.passing(tensors) if is_read_back else tensors)
@@ -182,10 +188,31 @@ class WeightReceiverExtension:
             with LoaderReads(read_back.add if is_read_back else None) as reads:
                 load(reads.passing(tensors))
             boxes, is_read_back = reads.boxes(), reads.are_exact(model) and is_read_back
-        is_equal = is_read_back and read_back.check(model)
+        is_equal = is_read_back and (read_back.check(model) if is_copied else self._ppojob_compare(read_back, model))
         if not stream.is_partial:
             self.ppojob_read_back = read_back if is_equal else None
         return is_equal, boxes
+
+    def _ppojob_compare(self, read_back: ReadBack, model: nn.Module) -> bool:
+        """Compare reloaded weights with the model's parameters; return whether they are equal.
+
+        The layouts of vLLM 0.32 for experts on GPUs move numbers and add zeros; its matrices for latent attention are a
+        layer's numbers in another order. A layout that changes them would differ in the first push already: then these
+        weights are not compared, but only counted.
+
+        Raises:
+            WeightSyncError: they differ, and those of an earlier push did not.
+        """
+        try:
+            is_equal = read_back.check(model, check_latent_attention(model))
+        except WeightSyncError as difference:
+            if self.ppojob_keeps_bits:
+                raise
+            self.ppojob_keeps_bits = False
+            logger.warning("vLLM's layout changes weights, so they are counted and not read back: %s", difference)
+            return False
+        self.ppojob_keeps_bits = is_equal or self.ppojob_keeps_bits
+        return is_equal
 
     def _ppojob_copies(self, model: nn.Module) -> bool:
         """Whether weights are copied into the model's parameters, and need no reload."""
@@ -243,6 +270,23 @@ def keeps_weights_as_they_come(model: nn.Module) -> bool:
         and (type(module) is Attention or not hasattr(module, "process_weights_after_loading"))
         for module in model.modules()
     )
+
+
+def check_latent_attention(model: nn.Module) -> list[nn.Parameter]:
+    """Compare the matrices of latent attention (MLA) with the layer that vLLM computes them from; return them.
+
+    Raises:
+        WeightSyncError: they have other numbers.
+    """
+    found: list[nn.Parameter] = []
+    for layer in model.modules():
+        computed = list(layer.parameters(recurse=False)) if isinstance(layer, MLAAttention) else []
+        if computed and total_of([bits_of(one.detach()) for one in computed]) != bits_of(layer.kv_b_proj.weight):
+            raise WeightSyncError(
+                f"vLLM computes {layer.layer_name} with other weights than {type(model).__name__} got for its kv_b_proj"
+            )
+        found += computed
+    return found
 
 
 def abandon_reload(model: nn.Module) -> None:
