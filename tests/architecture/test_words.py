@@ -29,7 +29,7 @@ HOME = re.compile(r"(?<![\w.$}/-])/(?:home/(?!ppojob\b)|Users/|work/)\w|(?<![\w.
 def tree() -> list[Path]:
     """Return every file of the project that git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     return [path for path in map(Path, done.stdout.splitlines()) if path.is_file()]
 
 

@@ -155,11 +155,14 @@ def _run(verl: Verl, arguments: Sequence[str], folder: Path) -> float:
 
 def _wait(process: subprocess.Popen[bytes], metrics: Path) -> float | None:
     """Wait for the end or the limit of time; return the seconds to the first line of the metrics, None without one."""
-    started, first = time.monotonic(), None
-    while process.poll() is None and time.monotonic() - started < RUN_LIMIT_S:
+    started, first, is_over = time.monotonic(), None, False
+    while not is_over:
+        # Before the metrics are looked for: the last ones are written just before the end.
+        is_over = process.poll() is not None or time.monotonic() - started >= RUN_LIMIT_S
         if first is None and metrics.exists() and metrics.stat().st_size:
             first = time.monotonic() - started
-        time.sleep(_POLL_S)
+        if not is_over:
+            time.sleep(_POLL_S)
     return first
 
 

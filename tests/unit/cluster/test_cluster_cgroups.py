@@ -93,7 +93,7 @@ def test_processes_of_another_kubelets_pods_are_not_ended(root: Path, child: sub
 def test_processes_of_the_groups_own_pods_are_ended(root: Path, child: subprocess.Popen[bytes]) -> None:
     add_group(make_hierarchies(root, 2)[0] / cgroups.NAME / "kubepods" / "pod1", child.pid)
     assert cgroups.end_processes() == 1
-    assert child.wait(timeout=30) == -signal.SIGKILL
+    assert child.wait(timeout=240) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("version", "name", "thawed"), [(1, "freezer.state", "THAWED"), (2, "cgroup.freeze", "0")])

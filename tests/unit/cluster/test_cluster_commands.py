@@ -35,10 +35,13 @@ def test_with_a_log_the_error_ends_with_its_last_lines(tmp_path: Path) -> None:
 
 def test_a_program_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
-    start = time.monotonic()
-    with pytest.raises(ClusterError, match=r"ended after its limit of 10 s"):
-        run(["sh", "-c", f"sleep 600 & echo $! > {child}; sleep 600"], limit=10)
-    assert time.monotonic() - start < 200
+    program = f"sleep 3600 & echo $! > {child}.new; mv {child}.new {child}; sleep 3600"
+    # On a busy machine, the limit may come before the program has a child.
+    for limit in (2, 20, 200):
+        with pytest.raises(ClusterError, match=rf"ended after its limit of {limit} s"):
+            run(["sh", "-c", program], limit=limit)
+        if child.exists():
+            break
     wait_until("the end of the child", lambda: str(start_ticks(int(child.read_text())) or ""), limit=120)
 
 
@@ -46,7 +49,7 @@ def test_a_process_that_is_asked_to_end_ends_its_program(tmp_path: Path) -> None
     child = tmp_path / "child"
     program = (
         "from tools.cluster.command import end_programs_on_sigterm, run; end_programs_on_sigterm(); "
-        f"run(['sh', '-c', 'echo $$ > {child}.new; mv {child}.new {child}; exec sleep 60'], limit=60)"
+        f"run(['sh', '-c', 'echo $$ > {child}.new; mv {child}.new {child}; exec sleep 3600'], limit=3600)"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         wait_until("the child", lambda: "" if child.exists() else "its file", limit=120)
@@ -65,8 +68,10 @@ def test_a_missing_program_is_an_error_and_no_success() -> None:
 
 
 def test_waiting_ends_as_soon_as_nothing_is_missing() -> None:
-    answers = iter(["the port", "the port", ""])
-    assert wait_until("the server", lambda: next(answers), limit=5, interval=0.01) < 1
+    answers, start = iter(["the port", "the port", "", "it was asked once more"]), time.monotonic()
+    waited = wait_until("the server", lambda: next(answers), limit=240, interval=0.01)
+    assert 0.01 < waited <= time.monotonic() - start
+    assert next(answers) == "it was asked once more"
 
 
 def test_what_came_while_this_process_had_to_wait_is_seen_after_the_limit() -> None:

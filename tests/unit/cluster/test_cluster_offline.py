@@ -203,7 +203,7 @@ def test_a_pod_gets_the_nodes_of_its_own_gpu_and_no_other(sockets: tuple[Path, l
                 "/v1beta1.DevicePlugin/ListAndWatch",
                 lambda message: message.SerializeToString(),
                 messages.ListAndWatchResponse.FromString,
-            )(messages.Empty(), timeout=20)
+            )(messages.Empty(), timeout=240)
             listed = next(watch)
             watch.cancel()
             allocated = channel.unary_unary(
@@ -212,7 +212,7 @@ def test_a_pod_gets_the_nodes_of_its_own_gpu_and_no_other(sockets: tuple[Path, l
                 messages.AllocateResponse.FromString,
             )(
                 messages.AllocateRequest(container_requests=[messages.ContainerAllocateRequest(devices_ids=["GPU-b"])]),
-                timeout=20,
+                timeout=240,
             )
     finally:
         server.stop(None).wait(10)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import server_port
 from tools.cluster import cgroups, cluster, preflight, process_table
 from tools.cluster.demo import run as demo
 from tools.cluster.demo.target import ours
@@ -154,7 +155,7 @@ def kubelet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     shutil.copy(sleep, tmp_path / "kubelet")
     with subprocess.Popen([tmp_path / "kubelet", "300"]) as process:
         # A program's command line appears a moment after its start.
-        wait_until("the command line", lambda: "" if process_table.read(process.pid) else "all of it", limit=30)
+        wait_until("the command line", lambda: "" if process_table.read(process.pid) else "all of it", limit=240)
         yield process
         process.kill()
 
@@ -231,8 +232,9 @@ def test_the_demo_is_refused_too(layout: Layout, calls: list[str], monkeypatch: 
 
 
 def test_a_real_listener_is_found_with_its_process() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # Nobody else gets this port when it is closed.
+    port = server_port()
+    with socket.create_server(("127.0.0.1", port)) as server:
         # This process itself is left out of the table, so its socket has no visible owner.
         assert process_table.listeners([port]) == {port: None}
         # Not `python3`, which may be a script that starts another process with the same socket.

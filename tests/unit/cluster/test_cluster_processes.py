@@ -16,11 +16,11 @@ from tools.cluster.errors import ClusterError
 from tools.cluster.layout import Layout
 from tools.cluster.processes import Processes, end, start_ticks
 
-SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [
     sys.executable,
     "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
 ]
 
 
@@ -30,9 +30,9 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def wait_for_log(layout: Layout, name: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "up" not in layout.log(name).read_text():
-        assert time.monotonic() < deadline, "the process did not come up in 60 s"
+        assert time.monotonic() < deadline, "the process did not come up in 240 s"
         time.sleep(0.02)
 
 
@@ -94,7 +94,7 @@ def test_a_second_start_is_refused(layout: Layout) -> None:
 def test_an_ended_process_is_reported_with_the_end_of_its_log(layout: Layout) -> None:
     processes = Processes(layout)
     processes.start("short", [sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit('no port left')"])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while processes.is_running("short"):
         assert time.monotonic() < deadline
         time.sleep(0.02)

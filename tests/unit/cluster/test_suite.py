@@ -187,11 +187,11 @@ def test_sigterm_ends_the_run_also_if_it_comes_several_times(project: Path) -> N
     command = [sys.executable, "-c", TERMINATED, str(project.parent)]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        wait_until("two parts", lambda: "" if both_run(project) else "a part", limit=60)
+        wait_until("two parts", lambda: "" if both_run(project) else "a part", limit=240)
         for _ in range(20):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode != 0

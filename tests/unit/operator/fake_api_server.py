@@ -19,4 +19,4 @@ async def connected(handle: Callable[[web.Request], Awaitable[web.StreamResponse
         configuration = Configuration()
         configuration.host = str(server.make_url("")).rstrip("/")
         async with ApiClient(configuration) as client:
-            yield ApiServer(client, timeout=20.0)
+            yield ApiServer(client, timeout=120.0)

@@ -127,7 +127,7 @@ async def test_kopf_words_its_lines_as_the_filter_expects(caplog: pytest.LogCapt
     """With a real request of Kopf to a port that nobody listens on."""
     settings = kopf.OperatorSettings()
     settings.networking.error_backoffs = [0.0]
-    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
         context: Any = SimpleNamespace(server="http://127.0.0.1:9", session=session)
         with pytest.raises(aiohttp.ClientConnectionError):
             await api.request(

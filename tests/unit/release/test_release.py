@@ -51,7 +51,7 @@ class Machine:
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
         command = [str(self.folder / "bin" / program), *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     def _uv(self, *arguments: str) -> None:

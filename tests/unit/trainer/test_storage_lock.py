@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from ppojob_trainer import storage_lock
 from ppojob_trainer.storage_lock import LockLostError, LockTimes, StorageLock
 
-FAST = LockTimes(beat=0.2, stale=15.0, poll=0.1)
+LIMIT_SECONDS = 120.0
+FAST = LockTimes(beat=0.2, stale=2 * LIMIT_SECONDS, poll=0.1)
 OF_THE_DEAD = replace(FAST, stale=2.0)
 """Where the holder never lived: nobody can be taken for dead by mistake."""
-TO_WAIT_FOR = replace(FAST, stale=6.0)
-"""Where a test waits for longer than that, and a living holder on a slow machine may not count as dead."""
-LIMIT_SECONDS = 60.0
 
 
 def nobody(holder: str) -> None:
@@ -62,13 +61,45 @@ def test_a_second_one_waits_and_knows_for_whom(tmp_path: Path) -> None:
     assert set(waited) == {"a/first"}
 
 
-def test_a_living_holder_keeps_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    lock = StorageLock(path, "a/first", TO_WAIT_FOR)
-    waits = _LimitedWait(2 * TO_WAIT_FOR.stale)
+class Clock:
+    """In place of `time` for those who wait: a minute passes with each of their pauses, but only while `runs`.
 
+    So no holder counts as dead because the machine is busy.
+    """
+
+    def __init__(self, runs: Callable[[], object]) -> None:
+        self.now, self._runs = 0.0, runs
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        time.sleep(0.02)
+        if self._runs():
+            self.now += 60.0
+
+
+def content_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_living_holder_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen, end = tmp_path / ".lock", [""], time.monotonic() + LIMIT_SECONDS
+
+    def has_beaten() -> bool:
+        before, seen[0] = seen[0], content_of(path)
+        return seen[0] != before
+
+    def wait(holder: str) -> None:
+        assert time.monotonic() < end, "the holder's heartbeat is missing"
+        if clock.now > 2 * FAST.stale:
+            raise _GaveUp
+
+    clock = Clock(has_beaten)
+    monkeypatch.setattr(storage_lock, "time", clock)
+    lock = StorageLock(path, "a/first", FAST)
     with lock.held(nobody):
-        with pytest.raises(_GaveUp), StorageLock(path, "a/second", TO_WAIT_FOR).held(waits):
+        with pytest.raises(_GaveUp), StorageLock(path, "a/second", FAST).held(wait):
             raise AssertionError("it has the lock")
         lock.check()
 
@@ -91,12 +122,15 @@ def test_an_empty_lock_is_taken_over_too(tmp_path: Path) -> None:
         assert path.read_text()
 
 
-def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
+def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, inside, most = tmp_path / ".lock", [], []
-    path.write_text(json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7}))
+    dead = json.dumps({"holder": "a/dead", "id": "x", "heartbeat": 7})
+    path.write_text(dead)
+    clock = Clock(lambda: content_of(path) == dead)
+    monkeypatch.setattr(storage_lock, "time", clock)
 
     def run(number: int) -> None:
-        with StorageLock(path, f"a/{number}", TO_WAIT_FOR).held(lambda holder: None):
+        with StorageLock(path, f"a/{number}", FAST).held(lambda holder: None):
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.2)
@@ -106,7 +140,7 @@ def test_one_of_many_takes_a_stale_lock_over_at_a_time(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_SECONDS)
 
     assert most == [1] * 6
 

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from ppojob_api.v1alpha1.constants import ANNOTATION_OPERATOR, Condition
 from ppojob_api.v1alpha1.status import OperatorStatus
-from ppojob_operator.admission import PATH, AdmissionEndpoint
+from ppojob_operator.admission import PATH, AdmissionEndpoint, endpoint
 from ppojob_operator.api_server import ApiRefused, ApiUnavailable
 from tests.bad_specs import BAD_SPECS, BadSpec
 from tests.unit.operator.admission.conftest import FakeCluster, job, review
@@ -40,8 +40,8 @@ class Asking:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.outcomes: list[str] = []
-        endpoint = AdmissionEndpoint(cluster, OWN, self.outcomes.append, read_timeout_seconds=0.2)
-        self.client = TestClient(TestServer(endpoint.application()))
+        made = AdmissionEndpoint(cluster, OWN, self.outcomes.append, read_timeout_seconds=0.2)
+        self.client = TestClient(TestServer(made.application()))
 
     async def post(self, body: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -59,7 +59,9 @@ class Asking:
 
 
 @pytest.fixture
-async def ask(cluster: FakeCluster) -> AsyncIterator[Asking]:
+async def ask(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Asking]:
+    # The bodies of these tests arrive, on a busy machine too.
+    monkeypatch.setattr(endpoint, "_BODY_SECONDS", 120.0)
     asking = Asking(cluster)
     async with asking.client:
         yield asking

@@ -24,7 +24,7 @@ from ppojob_operator.plan import JobKey
 from ppojob_operator.settings import Settings
 from tests.unit.operator.fake_api_server import connected
 
-LIMIT = 60.0
+LIMIT = 240.0
 KINDS = {
     "": ("v1", {"pods": "Pod", "namespaces": "Namespace"}),
     "ppojob.dev": ("v1alpha1", {"ppojobs": "PPOJob"}),

@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def dashboard(handler: Handler, timeout: float = 5.0) -> AsyncIterator[tuple[Dashboard, Address]]:
+async def dashboard(handler: Handler, timeout: float = 60.0) -> AsyncIterator[tuple[Dashboard, Address]]:
     """Serve a dashboard and yield a client with its address."""
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", handler)

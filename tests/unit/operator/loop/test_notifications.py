@@ -133,8 +133,8 @@ async def test_only_the_leader_sends() -> None:
 
 
 async def test_a_stop_lets_requests_end_and_does_not_wait_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Longer than what is asserted below, so that a stop that waits for a retry shows.
-    monkeypatch.setattr(notifier_module, "_FLUSH_SECONDS", 40)
+    # Longer than `notifier` waits for the end, so that a stop that waits for a retry fails there.
+    monkeypatch.setattr(notifier_module, "_FLUSH_SECONDS", 400)
     arrived = asyncio.Event()
 
     async def slow(request: web.Request) -> web.Response:
@@ -147,16 +147,12 @@ async def test_a_stop_lets_requests_end_and_does_not_wait_for_retries(monkeypatc
         async with site.notifier(Backoff(first=1000, longest=1000)) as notifier:
             notifier.send(job_with(pending(1)), Plan())
             await arrived.wait()
-            began = time.monotonic()
-        assert time.monotonic() - began < 20
         assert site.counts == [("failed", "sent")]
 
         nobody = Site(server_port())
         async with nobody.notifier(Backoff(first=1000, longest=1000)) as notifier:
             notifier.send(job_with(pending(), key=dead), Plan())
             await eventually(lambda: bool(nobody.counts))
-            began = time.monotonic()
-        assert time.monotonic() - began < 20
         assert nobody.requeued == [], "it stays in the status"
 
 
@@ -166,15 +162,15 @@ async def test_a_stop_ends_a_request_that_takes_too_long(monkeypatch: pytest.Mon
 
     async def silent(request: web.Request) -> web.Response:
         arrived.set()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         raise AssertionError
 
     async with receiving(silent) as site:
-        async with site.notifier(notification_timeout=30) as notifier:
+        async with site.notifier(notification_timeout=60) as notifier:
             notifier.send(job_with(pending()), Plan())
             await arrived.wait()
             began = time.monotonic()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 50, "the request would have ended by itself after 60 s"
         assert site.requeued == []
 
 

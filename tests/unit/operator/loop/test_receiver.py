@@ -205,7 +205,7 @@ async def test_an_answer_that_is_no_http_says_nothing_of_the_address() -> None:
     server = await asyncio.start_server(garbage, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        settings = Settings(notification_url=f"http://127.0.0.1:{port}/s3cret-path")
+        settings = Settings(notification_url=f"http://127.0.0.1:{port}/s3cret-path", notification_timeout=60)
         outcome = await Receiver(settings).post(b"{}")
 
     assert outcome.problem.startswith(f"http://127.0.0.1:{port}: ")
@@ -220,7 +220,9 @@ async def test_a_certificate_authority_of_the_secret_is_the_only_one_that_is_tru
 
     async with receiving(200, tls=tls) as site:
         settings = Settings(
-            notification_url=site.url.replace("http:", "https:"), notification_folder=str(tmp_path / "secret")
+            notification_url=site.url.replace("http:", "https:"),
+            notification_folder=str(tmp_path / "secret"),
+            notification_timeout=60,
         )
         (tmp_path / "secret").mkdir()
         unknown = await Receiver(settings).post(b"{}")

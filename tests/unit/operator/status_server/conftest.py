@@ -15,6 +15,7 @@ from ppojob_operator.api_server import ApiUnavailable, RawObject, StatusOf
 from ppojob_operator.status_server import JobIdentity, OperatorMetrics, StatusServerSettings, TokenIdentity
 from ppojob_operator.status_server.authentication import Authenticator, TokenReviews
 from ppojob_operator.status_server.intake import Intake
+from ppojob_operator.status_server.limits import ConnectionLimits
 from ppojob_operator.status_server.refusals import Refusal
 from ppojob_operator.status_server.writer import ProgressWriter
 from tests.ports import server_port
@@ -263,7 +264,7 @@ async def refusal_of(answer: Awaitable[ProgressReply]) -> Refusal:
 
 @pytest.fixture
 def settings() -> StatusServerSettings:
-    """The settings of a whole server on loopback."""
+    """The settings of a whole server on loopback. No limit of time ends a request, however busy the machine is."""
     return StatusServerSettings(
         namespace="system",
         service_name="ppojob-operator",
@@ -271,4 +272,6 @@ def settings() -> StatusServerSettings:
         port=server_port(),
         probe_port=server_port(),
         extra_names=("localhost", "127.0.0.1"),
+        request_timeout_seconds=240.0,
+        connections=ConnectionLimits(seconds=240.0),
     )

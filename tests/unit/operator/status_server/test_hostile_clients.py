@@ -16,7 +16,7 @@ from ppojob_api.v1alpha1.progress import progress_audience
 from ppojob_operator.status_server import StatusServerSettings, TokenIdentity, authentication
 from ppojob_operator.status_server.limits import ConnectionLimits, RequestLimits
 from tests.unit.operator.status_server.conftest import make_token
-from tests.unit.operator.status_server.test_status_server import LIMIT, PATH, Running, serving
+from tests.unit.operator.status_server.test_status_server import LIMIT, PATH, Running, serving, until
 
 HOSTILE, GOOD = "127.0.0.2", "127.0.0.1"
 NUM_SLOW, BATCH = 300, 50
@@ -34,6 +34,15 @@ async def connect_both(
     reader, writer = await asyncio.open_connection(GOOD, running.port, local_addr=(source, 0), **tls)
     writer.write((text or "").encode())
     return reader, writer
+
+
+async def connected_at_last(
+    running: Running, text: str | None, *, source: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Do the same as often as needed: on a slow machine, the handshake alone may take longer than the server waits."""
+    while True:
+        with contextlib.suppress(ConnectionError):
+            return await connect_both(running, text, source=source)
 
 
 async def connect(running: Running, text: str | None, *, source: str) -> asyncio.StreamWriter:
@@ -110,25 +119,27 @@ async def test_a_connection_whose_sender_stays_unknown_is_closed(
     # An answer comes at once, but on a slow machine not within half a second.
     limited = replace(settings, connections=ConnectionLimits(seconds=LIMIT if is_answered else 0.5))
     async with serving(cluster, limited) as running, asyncio.timeout(LIMIT):
-        reader, writer = await connect_both(running, text, source=HOSTILE)
+        reader, writer = await connected_at_last(running, text, source=HOSTILE)
         with contextlib.suppress(ConnectionError):
             await reader.read()
         writer.transport.abort()
         _, metrics = await running.get("/metrics")
 
-    assert ('ppojob_closed_connections_total{reason="TooSlow"} 1.0' in metrics) is not is_answered
+    assert ('ppojob_closed_connections_total{reason="TooSlow"}' in metrics) is not is_answered
 
 
 async def test_a_known_sender_is_not_cut_off_by_the_time_for_strangers(
     cluster: Any, settings: StatusServerSettings, report: dict[str, Any]
 ) -> None:
-    # Long enough for the handshake and the header, on a slow machine too.
-    quick = replace(settings, connections=ConnectionLimits(seconds=3.0))
     body = json.dumps(report).encode()
     head = begun(make_token()).replace("1000", str(len(body))).removesuffix("{")
-    async with serving(cluster, quick) as running, asyncio.timeout(LIMIT):
+    async with serving(cluster, settings) as running, asyncio.timeout(LIMIT):
         reader, writer = await connect_both(running, head, source=GOOD)
-        await asyncio.sleep(4.0)
+        *_, connections = running.server._reports
+        await until(lambda: connections._protected)
+        [address] = connections._protected
+        # What the connection's timer calls at the end of that time, which on a slow machine passes earlier.
+        connections.expire(address)
         writer.write(body)
         answer = await reader.read()
         writer.transport.abort()

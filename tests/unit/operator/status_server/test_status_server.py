@@ -30,7 +30,7 @@ from tests.ports import server_port
 from tests.unit.operator.status_server.conftest import TOKEN, FakeCluster, make_token
 
 PATH = REPORT_PATH.format(namespace="rl-team", name="arithmetic")
-LIMIT = 30.0
+LIMIT = 120.0
 NAMES: Any = {"service_account_name": "{}-trainer".format, "fetch_job_name": "{}-fetch".format}
 
 
@@ -152,7 +152,8 @@ async def test_the_last_report_is_in_the_status_when_the_answer_comes(
 async def test_a_stop_writes_the_reports_that_are_kept(
     cluster: Any, settings: StatusServerSettings, report: dict[str, Any], authorization: str
 ) -> None:
-    async with serving(cluster, settings) as running:
+    # However long the requests take, the second and the third report come within the interval.
+    async with serving(cluster, replace(settings, write_interval_seconds=3600.0)) as running:
         for step in (1, 2, 3):
             await running.post({**report, "step": step}, authorization)
             await until(lambda: cluster.writes)
@@ -164,8 +165,13 @@ async def test_a_stop_writes_the_reports_that_are_kept(
 
 
 async def test_a_request_in_work_is_finished_at_a_stop(
-    cluster: Any, settings: StatusServerSettings, report: dict[str, Any], authorization: str
+    cluster: Any,
+    settings: StatusServerSettings,
+    report: dict[str, Any],
+    authorization: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("ppojob_operator.status_server.server._SHUTDOWN_SECONDS", LIMIT)
     gate = Gate()
     cluster.before_write = gate.wait
     async with serving(cluster, settings) as running:

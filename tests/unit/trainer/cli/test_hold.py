@@ -16,6 +16,7 @@ from ppojob_api.v1alpha1.validation import parse_spec
 from ppojob_trainer.commands.hold import PROCESSES, follow, hold
 from ppojob_trainer.telemetry import RunFiles
 from tests.bad_specs import GOOD
+from tests.ports import server_port
 
 DRIVER = ["python", "-m", "ppojob_trainer.main", "--job", "/etc/ppojob/job.json"]
 WORKER = ["ray::WorkerProcess.execute", ""]
@@ -70,7 +71,7 @@ def test_the_hook_requests_a_stop_and_waits(
             time.sleep(0.01)
         process.unlink()
 
-    run = threading.Thread(target=stop_gracefully)
+    run = threading.Thread(target=stop_gracefully, daemon=True)
     run.start()
     assert hold(job_file, 60, processes)
     run.join()
@@ -89,7 +90,7 @@ def test_the_request_is_repeated_for_a_driver_that_starts_only_now(
             request_file.unlink()
         process.unlink()
 
-    run = threading.Thread(target=begin_late)
+    run = threading.Thread(target=begin_late, daemon=True)
     run.start()
     assert hold(job_file, 60, processes)
     run.join()
@@ -127,7 +128,7 @@ def test_workers_that_the_driver_has_left_to_the_next_attempt_hold_no_pod(
         files.run_ended("good-1a2b3").touch()
 
     killed: list[tuple[int, int]] = []
-    run = threading.Thread(target=stop_gracefully)
+    run = threading.Thread(target=stop_gracefully, daemon=True)
     run.start()
     assert hold(job_file, 60, processes, kill=lambda *which: killed.append(which))
     run.join()
@@ -140,7 +141,8 @@ def test_workers_that_the_driver_has_left_to_the_next_attempt_hold_no_pod(
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Where Ray's head accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Nobody else gets this port when it is closed.
+    with socket.create_server(("127.0.0.1", server_port())) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         yield server
 
@@ -198,7 +200,7 @@ def test_a_pod_whose_ray_is_starting_is_held_until_ray_handles_sigterm(job_file:
         new.write_text("Name:\tray\nSigCgt:\t0000000100004002\n")
         new.replace(status)
 
-    start = threading.Thread(target=come_up)
+    start = threading.Thread(target=come_up, daemon=True)
     start.start()
     assert hold(job_file, 60, processes)
     assert "4002" in status.read_text(), "SIGTERM would have been lost"
@@ -258,7 +260,7 @@ def test_a_pod_of_an_elastic_pool_stays_while_the_run_stops_because_all_its_pods
         ended.wait(60)
         process.unlink()
 
-    run = threading.Thread(target=stop_gracefully)
+    run = threading.Thread(target=stop_gracefully, daemon=True)
     run.start()
     threading.Timer(1.0, ended.set).start()
     assert follow(job_file, 60, processes, others_s=0.0)

@@ -54,7 +54,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(60)
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     found = [torch.load(out / f"rank-{rank}.pt") for rank in range(WORLD_SIZE)]
     return [{name: taken / part for name, taken in each.items()} for each in found]

@@ -50,7 +50,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(60)
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     return folder
 

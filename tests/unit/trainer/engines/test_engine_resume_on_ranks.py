@@ -56,7 +56,7 @@ def of_two(out: Path, model_path: Path) -> list[dict[str, Any]]:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(60)
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     return [torch.load(out / f"rank-{rank}.pt") for rank in range(two_ranks.WORLD_SIZE)]
 

@@ -23,7 +23,7 @@ from ppojob_trainer.engines.weights.receiver import WeightReceiver, WeightStream
 from ppojob_trainer.engines.weights.sender import WeightSender
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
-CPU, HOST, LIMIT = torch.device("cpu"), "127.0.0.1", 20
+CPU, HOST, LIMIT = torch.device("cpu"), "127.0.0.1", 240
 SHAPES = {"embedding": (50, 4), "query": (8, 4), "experts": (90, 4), "key": (6, 4)}
 CHANGING = ("query", "key")
 HALVES: dict[str, tuple[Box, ...]] = {name: (((0, rows // 2), (0, 4)),) for name, (rows, _) in SHAPES.items()}

@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Start = Callable[..., subprocess.Popen[str]]
 LARGE = os.urandom(40 * BLOCK)
 LIMIT_S = 500.0
+PATIENCE = {"HF_HUB_DOWNLOAD_TIMEOUT": "240", "HF_HUB_ETAG_TIMEOUT": "240"}
+"""Of the hub's client, in seconds: no download is repeated because the machine is busy."""
 
 
 @pytest.fixture
@@ -36,10 +38,11 @@ def start(hub: Hub, tmp_path: Path) -> Iterator[Start]:
         file = tmp_path / f"job-{number}.json"
         file.write_text(job.encode())
         command = [sys.executable, "-m", "ppojob_trainer.commands.fetch", "--job", str(file)]
+        of_hub = {**PATIENCE, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
         with (tmp_path / f"log-{number}").open("w") as log:
             process = subprocess.Popen(
                 [*command, "--termination-message", str(tmp_path / f"message-{number}")],
-                env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), **environment},
+                env={**os.environ, **of_hub, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,

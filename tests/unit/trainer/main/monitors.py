@@ -58,7 +58,7 @@ def monitor_of(root: Path, stop: threading.Event) -> Monitor:
     return Monitor(job, 0, RunFiles(root), stop)
 
 
-async def watched(monitor: Monitor, until: Any, timeout_s: float = 10.0) -> None:
+async def watched(monitor: Monitor, until: Any, timeout_s: float = 120.0) -> None:
     """Run the watch until it has seen what it should."""
     watch = asyncio.create_task(monitor.watch())
     try:

@@ -154,22 +154,24 @@ async def test_an_upload_that_is_dropped_does_not_delay_the_end(
 
     def wait(*arguments: object) -> str:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(300)
         return ADDRESS
 
     monkeypatch.setattr(main_exports, "upload", wait)
     monkeypatch.setattr(main_exports, "open_target", lambda address: None)
+    # Those of earlier tests have answered, but may not have ended.
+    before = set(threading.enumerate())
     task = asyncio.create_task(exports_of(tmp_path, exportTo=ADDRESS).upload(8))
-    await asyncio.to_thread(begun.wait, 30)
+    assert await asyncio.to_thread(begun.wait, 120)
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    [thread] = [each for each in threading.enumerate() if each.name == "upload"]
+    [thread] = [each for each in threading.enumerate() if each.name == "upload" and each not in before]
     assert thread.daemon
     go_on.set()
-    await asyncio.to_thread(thread.join, 30)
+    await asyncio.to_thread(thread.join, 120)
 
 
 def test_a_target_that_refuses_ends_the_attempt_before_anything_starts(

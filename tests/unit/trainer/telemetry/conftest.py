@@ -72,7 +72,7 @@ class Endpoint:
     tokens: list[str] = field(default_factory=list)
     status: int = 200
     answer: str = "{}"
-    delay_s: float = 0.0
+    may_answer: threading.Event = field(default_factory=threading.Event)
 
     @property
     def last_step(self) -> int:
@@ -89,7 +89,7 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            time.sleep(found.delay_s)
+            assert found.may_answer.wait(600)
             # A test waits for the report.
             found.tokens.append(self.headers["Authorization"])
             found.reports.append(json.loads(body))
@@ -107,9 +107,11 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     url = f"https://127.0.0.1:{server.server_port}/v1alpha1/namespaces/a/ppojobs/b/progress"
     reporting = Reporting(url=url, token_path=str(token), ca_path=str(certificate), interval_seconds=1)
     found = Endpoint(reporting, token)
+    found.may_answer.set()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield found
+    found.may_answer.set()
     server.shutdown()
     server.server_close()
     thread.join()

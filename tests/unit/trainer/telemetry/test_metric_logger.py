@@ -131,7 +131,7 @@ def test_prometheus_serves_the_last_step(tmp_path: Path) -> None:
         logger.log(1, {"actor/ppo_kl": 0.5})
         logger.log(2, {"actor/ppo_kl": 0.25})
         sink = next(sink for sink in logger._sinks if hasattr(sink, "port"))
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=120) as answer:
             text = answer.read().decode()
 
     assert "ppojob_actor_ppo_kl 0.25" in text

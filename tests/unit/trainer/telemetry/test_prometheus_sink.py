@@ -42,7 +42,7 @@ def test_the_port_serves_the_last_step(sink: PrometheusSink) -> None:
     sink.write(1, 1e9, {"pool/a/busy_fraction": 0.5, "pool/b/busy_fraction": 0.25, "timing_s/testing": 3.0})
     sink.write(2, 2e9, {"pool/a/busy_fraction": 0.75})
 
-    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=120) as answer:
         served = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
 
     assert served == [

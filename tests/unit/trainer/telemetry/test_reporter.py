@@ -14,10 +14,17 @@ import pytest
 from ppojob_api.v1alpha1.progress import Activity, Command, LiveSettings, ProgressReply, ProgressReport
 from ppojob_api.v1alpha1.resolve import Reporting
 from ppojob_trainer.telemetry import ProgressReporter
+from ppojob_trainer.telemetry import reporter as reporter_module
 from tests.contracts import messages, with_unknown_fields
 
 Start = Callable[[Reporting], ProgressReporter]
 Wait = Callable[[Callable[[], object], str], None]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is repeated because the machine is busy: the endpoint's reports are counted."""
+    monkeypatch.setattr(reporter_module, "_REQUEST_TIMEOUT_S", 120.0)
 
 
 @pytest.fixture
@@ -215,7 +222,7 @@ def test_the_last_report_is_tried_again(endpoint: Any, start: Start, wait_until:
 
     endpoint.status = 200
 
-    assert reporter.close(timeout_s=20)
+    assert reporter.close(timeout_s=120)
 
 
 def test_a_report_that_has_arrived_is_not_sent_again_at_the_end(endpoint: Any, start: Start, wait_until: Wait) -> None:
@@ -229,14 +236,14 @@ def test_a_report_that_has_arrived_is_not_sent_again_at_the_end(endpoint: Any, s
 
 
 def test_a_slow_endpoint_does_not_hold_the_training(endpoint: Any, start: Start) -> None:
-    endpoint.delay_s = 1
+    endpoint.may_answer.clear()
     reporter = start(endpoint.reporting)
 
-    began = time.monotonic()
     for step in range(100):
         reporter.update(_report(step), now=True)
 
-    assert time.monotonic() - began < 20, "each would have waited for the endpoint's second"
+    assert endpoint.reports == [], "the endpoint has answered none of them"
+    endpoint.may_answer.set()
 
 
 def test_an_unavailable_endpoint_costs_one_line_in_the_log(

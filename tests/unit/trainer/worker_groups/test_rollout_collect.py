@@ -50,14 +50,14 @@ class Engine:
             for prompt in prompts:
                 self.waiting.setdefault(prompt, asyncio.Event()).set()
 
-        asyncio.run_coroutine_threadsafe(set_them(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(set_them(), self.loop).result(120)
 
 
 class Replica(RolloutWorker):
     """A replica without vLLM, whose rows are the numbers of their responses."""
 
     def __init__(self, log: Path) -> None:
-        self.context = WorkerContext("rollout", 0, 1, 1, log, 10.0)
+        self.context = WorkerContext("rollout", 0, 1, 1, log, 120.0)
         self._loop = asyncio.new_event_loop()
         self.engine = Engine(self._loop)
         self._engine = cast("Any", self.engine)
@@ -96,15 +96,15 @@ class Replica(RolloutWorker):
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self.thread.join(10)
+        self.thread.join(120)
         self._loop.close()
 
 
 @pytest.fixture
 def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    monkeypatch.setattr(rollout_module, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(rollout_module, "PATIENCE_S", 120.0)
     monkeypatch.setattr(rollout_module, "store_rows", lambda batch: batch)
     replica = Replica(tmp_path / "rollout-0.log")
     yield replica

@@ -145,7 +145,7 @@ def test_a_script_that_hangs_is_ended_at_the_limit(text: str, tmp_path: Path) ->
     with pytest.raises(ManifestError, match="did not end within 1 s"):
         evaluate(Script(script), best_sandbox(), limit=1)
 
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
 
 
 def test_without_a_sandbox_the_programs_are_recorded_too(tmp_path: Path) -> None:
