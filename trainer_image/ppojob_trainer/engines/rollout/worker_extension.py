@@ -279,9 +279,9 @@ def check_latent_attention(model: nn.Module) -> list[nn.Parameter]:
         WeightSyncError: they have other numbers.
     """
     found: list[nn.Parameter] = []
-    for layer in model.modules():
-        computed = list(layer.parameters(recurse=False)) if isinstance(layer, MLAAttention) else []
-        if computed and total_of([bits_of(one.detach()) for one in computed]) != bits_of(layer.kv_b_proj.weight):
+    for layer in (module for module in model.modules() if isinstance(module, MLAAttention)):
+        computed, source = list(layer.parameters(recurse=False)), layer.kv_b_proj.get_parameter("weight")
+        if computed and total_of([bits_of(one.detach()) for one in computed]) != bits_of(source.detach()):
             raise WeightSyncError(
                 f"vLLM computes {layer.layer_name} with other weights than {type(model).__name__} got for its kv_b_proj"
             )
