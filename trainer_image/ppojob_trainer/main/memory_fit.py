@@ -26,7 +26,7 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, Trained
 from ppojob_trainer.controller.layout import pools_of_roles
 from ppojob_trainer.engines.errors import ModelMismatchError
-from ppojob_trainer.main.memory_remedies import remedies_of_models, remedies_of_passes
+from ppojob_trainer.main.memory_remedies import larger_engine, remedies_of_models, remedies_of_passes
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
 __all__ = [
@@ -390,6 +390,6 @@ def _engine_words(spec: PPOJobSpec, sizes: Mapping[str, ModelSize], engine: floa
         if weights >= engine:
             raise ModelMismatchError(
                 f"rollout.gpuMemoryUtilization {share:g} gives vLLM {engine / _GB:.1f} GB of each GPU, and its weights "
-                f"alone take {weights / _GB:.1f} GB: raise it, or rollout.tensorParallelSize or pipelineParallelSize"
+                f"alone take {weights / _GB:.1f} GB: raise it, or {larger_engine(spec.rollout)}"
             )
     return f"rollout {engine / _GB:.1f} (gpuMemoryUtilization {share:g}{words})"

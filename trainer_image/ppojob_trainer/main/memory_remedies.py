@@ -12,10 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ppojob_api.v1alpha1.model import TrainedModel
 from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
+from ppojob_api.v1alpha1.rollout import RolloutSpec
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.worker_groups.roles.trained import ModelSize
 
-__all__ = ["has_large_adapters", "remedies_of_models", "remedies_of_offloads", "remedies_of_passes"]
+__all__ = [
+    "has_large_adapters",
+    "larger_engine",
+    "remedies_of_models",
+    "remedies_of_offloads",
+    "remedies_of_passes",
+]
 
 _OF_ADAPTER, _OF_FROZEN = 16, 2
 """Bytes of a parameter of an adapter, with gradient and moments, and of a frozen parameter."""
@@ -75,6 +82,15 @@ def remedies_of_offloads(spec: PPOJobSpec, roles: Sequence[str], sizes: Mapping[
             *_other_adapters(spec, roles, sizes),
         ]
     )
+
+
+def larger_engine(rollout: RolloutSpec) -> str:
+    """Return the fields that divide an engine over more GPUs, with their present values."""
+    tensor = f"rollout.tensorParallelSize (now {rollout.tensor_parallel_size})"
+    if rollout.speculative is not None or rollout.routing_replay:
+        # Engines with stages have neither.
+        return tensor
+    return f"{tensor} or rollout.pipelineParallelSize (now {rollout.pipeline_parallel_size})"
 
 
 def has_large_adapters(in_adapters: int, frozen: int) -> bool:

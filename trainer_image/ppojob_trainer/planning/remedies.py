@@ -9,7 +9,7 @@ from typing import Final
 
 from ppojob_api.v1alpha1.pools import REWARD_MODEL, Role, base_role
 from ppojob_api.v1alpha1.spec import PPOJobSpec
-from ppojob_trainer.main.memory_remedies import has_large_adapters
+from ppojob_trainer.main.memory_remedies import has_large_adapters, larger_engine
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.pool import PoolPlan, RolePlan
 
@@ -59,8 +59,7 @@ def _of_engine(spec: PPOJobSpec, pool: PoolPlan, gpu: Gpu) -> Iterator[tuple[flo
     if not engine.fits:
         yield (
             0.0,
-            f"rollout.tensorParallelSize (now {spec.rollout.tensor_parallel_size}), pipelineParallelSize (now "
-            f"{spec.rollout.pipeline_parallel_size}) or gpuMemoryUtilization (now {share:g}): a larger one; the share "
+            f"{larger_engine(spec.rollout)}, or rollout.gpuMemoryUtilization (now {share:g}): a larger one; the share "
             f"of {engine.share / _GB:.1f} GB does not hold the weights of {engine.weights / _GB:.1f} GB and the cache "
             "of one sequence",
         )

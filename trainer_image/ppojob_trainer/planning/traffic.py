@@ -86,9 +86,12 @@ def network_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is
 
 
 def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
-    """Return the same of a push: the most of gathering the weights, and of sending them to an engine."""
-    gathered = _gathered_from_other_hosts(spec, actor)
-    return max([gathered, *(link.from_other_hosts for link in _weights(spec, actor))])
+    """Return the same of a push: the most of gathering the weights, and of sending them to an engine.
+
+    Layers are sent in order, so the stages of an engine receive theirs one after the other.
+    """
+    gathered, stages = _gathered_from_other_hosts(spec, actor), spec.rollout.pipeline_parallel_size
+    return max([gathered, *(stages * link.from_other_hosts for link in _weights(spec, actor))])
 
 
 def network_bytes_of_generation(spec: PPOJobSpec, config: PretrainedConfig) -> float:
@@ -111,19 +114,22 @@ def _engines(spec: PPOJobSpec, config: PretrainedConfig) -> list[Link]:
     hidden = _BFLOAT16 * rows * length * text.hidden_size
     reduced = hidden * (2 * layers_of_stage(text, spec.rollout) + 1)
     gathered = _BFLOAT16 * rows * spec.data.max_response_length * text.vocab_size
-    passed = 2 * hidden if stages > 1 else 0.0
+    passed = 2 * hidden
     found = []
     for pool in pools:
-        if size > pool.gpus_per_node:
-            # Of the last stage: it has the output layer, and its first GPU begins a host or is on one with others.
-            group = range(size - parts, size)
-            place = (group[0], pool.gpus_per_node)
-            outside = from_other_hosts("all_reduce", reduced, group, *place)
-            outside += from_other_hosts("all_gather", gathered + passed, group, *place)
-            if stages > 1:
-                outside += from_other_hosts("send", passed / parts, [group[0] - parts], *place, source=0)
-            received = (2 * reduced + gathered + passed) * (parts - 1) / parts + passed / parts
-            found.append(Link("engines", "between the GPUs of each engine", received, pool.gpus, outside))
+        if size <= pool.gpus_per_node:
+            continue
+        received, outside = [], []
+        for stage in range(stages):
+            group, place = range(stage * parts, (stage + 1) * parts), (stage * parts, pool.gpus_per_node)
+            comes, gathers = (passed if stage else 0.0), (gathered if stage == stages - 1 else 0.0)
+            received.append((2 * reduced + gathers + comes) * (parts - 1) / parts + comes / parts)
+            entering = from_other_hosts("all_reduce", reduced, group, *place)
+            entering += from_other_hosts("all_gather", gathers + comes, group, *place)
+            if stage:
+                entering += from_other_hosts("send", comes / parts, [group[0] - parts], *place, source=0)
+            outside.append(entering)
+        found.append(Link("engines", "between the GPUs of each engine", max(received), pool.gpus, max(outside)))
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +27,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -38,7 +37,9 @@ from ppojob_trainer.engines.rollout.worker_extension import WeightReceiverExtens
 from ppojob_trainer.engines.weights.boxes import Box, inside
 from ppojob_trainer.engines.weights.receipts import UNREAD, Receipt
 from ppojob_trainer.engines.weights.receiver import WeightReceiver
+from tests.unit.trainer.engines.compared_reloads import experts_in, swapped
 from tests.unit.trainer.engines.kept_weights import stream_of
+from tests.unit.trainer.engines.reloaded_weights import worker_of as reloading_worker
 
 SIZE = 2
 EXPERTS, STAGES = "experts", "stages"
@@ -154,25 +155,20 @@ def without_last_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name != last}
 
 
-def reloaded(path: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
+def reloaded(path: str, kind: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
     """Reload weights into this rank's part by vLLM's own means, as on CUDA: whole ones, boxes of them, too few ones.
 
     Returns for each push the refusal, or the parameters that differ from those read from disk, and the maps of experts
     that differ or are at another address: CUDA graphs read them there.
     """
-    config, model = divided(path, EXPERTS, is_loaded=True)
+    config, model = divided(path, kind, is_loaded=True)
     from_disk = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    weights = weights_of(path, EXPERTS)
+    weights = weights_of(path, kind)
     maps = {name: one for name, one in model.named_buffers() if name.endswith("_expert_map")}
-    assert maps, "the experts are divided"
+    assert bool(maps) is (kind == EXPERTS), "the experts are divided"
     before = {name: (one.data_ptr(), one.tolist()) for name, one in maps.items()}
 
-    def reload(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
-        reload_weights(config, model, weights_iterator, None, True)
-
-    worker = WeightReceiverExtension()
-    worker.vllm_config, worker.device = config, torch.device("cpu")
-    worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=reload)
+    worker = reloading_worker(config, model)
     found: dict[str, Any] = {}
     for name, pushed in (
         ("negated", negated(weights)),
@@ -191,6 +187,17 @@ def reloaded(path: str, boxes: dict[str, tuple[Box, ...]]) -> dict[str, Any]:
     return found
 
 
+def compared(path: str, kind: str) -> list[bool | str]:
+    """Reload weights twice as on a GPU, with experts in the layout of a kernel; return whether they were read back."""
+    with experts_in(swapped):
+        config, model = divided(path, kind, is_loaded=True)
+        worker = reloading_worker(config, model)
+        # The weights are on the CPU.
+        worker.device = torch.device("cuda")
+        weights = weights_of(path, kind)
+        return [outcome(worker, pushed.items()) for pushed in (weights, negated(weights))]
+
+
 @torch.no_grad()
 def seen_with(kind: str, path: str) -> dict[str, Any]:
     config, model = divided(path, kind)
@@ -203,10 +210,11 @@ def seen_with(kind: str, path: str) -> dict[str, Any]:
         stale = next(name for name in weights if "o_proj" in name)
         attention = {name: tensor for name, tensor in weights.items() if ".self_attn." in name}
         more = {"unread": unread_by(worker_of(config, model), weights)}
-        if kind == EXPERTS:
+        if any(".experts.0." in name for name in weights):
             more |= {
                 "too few": outcome(worker_of(config, model), without_last_expert(weights).items()),
-                "reloaded": reloaded(path, reads.boxes()),
+                "reloaded": reloaded(path, kind, reads.boxes()),
+                "compared": compared(path, kind),
             }
         return {
             **more,

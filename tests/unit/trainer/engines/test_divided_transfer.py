@@ -144,6 +144,7 @@ def test_the_first_push_has_whole_tensors_and_later_ones_the_boxes(transfer: Tra
 
 def test_a_tensor_of_which_nothing_is_sent_takes_no_memory_and_a_read_of_it_is_seen() -> None:
     (bucket,) = make_buckets([TensorSpec("unread", (64, 32), "float32", ())])
+    assert bucket.num_sums == (0,), "a push that is compared has no sums of it"
     reads = LoaderReads()
     ((name, tensor),) = reads.passing(bucket.tensors(torch.zeros(bucket.num_bytes, dtype=torch.uint8)))
     assert (name, tensor.shape, tensor.untyped_storage().nbytes()) == ("unread", (64, 32), 4)

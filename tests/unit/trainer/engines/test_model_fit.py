@@ -119,6 +119,31 @@ def test_the_gpus_of_an_engine_have_equally_many_experts() -> None:
         check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=5))
 
 
+@pytest.mark.parametrize(
+    ("dense", "step", "stages", "layers"),
+    [
+        ([], 1, 5, None),
+        ([3, 4], 1, 2, "3 to 4"),
+        ([2, 3], 1, 2, None),
+        # Five layers in four stages: one, one, two and one.
+        ([2, 3], 1, 4, "2 to 3"),
+        ([2], 1, 4, None),
+        # The second and the fourth layer have experts.
+        ([], 2, 3, "4 to 4"),
+        ([], 2, 2, None),
+    ],
+)
+def test_each_stage_of_qwen3_moe_has_experts(dense: list[int], step: int, stages: int, layers: str | None) -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=dense, decoder_sparse_step=step)
+    rollout = RolloutSpec(pipeline_parallel_size=stages)
+    if layers is None:
+        check_engine_parts(config, rollout)
+    else:
+        says = f"rollout.pipelineParallelSize {stages}: layers {layers} of this qwen3_moe have no experts, and vLLM"
+        with pytest.raises(ModelMismatchError, match=says):
+            check_engine_parts(config, rollout)
+
+
 def test_each_stage_of_an_engine_has_a_layer() -> None:
     config = LlamaConfig(num_hidden_layers=3)
     check_engine_parts(config, RolloutSpec(pipeline_parallel_size=3))

@@ -79,6 +79,9 @@ def make(
     )
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
+    if "pipeline_parallel_size" in engine_args:
+        # vLLM's choice on GPUs.
+        config.scheduler_config.async_scheduling = runner == "2"
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
     kind = ResponseScheduler if scheduler == "ours" else getattr(async_scheduler, reference)
     found = kind(
@@ -94,7 +97,9 @@ def make(
     return found
 
 
-def drive(scheduler: Any, seed: int, num_requests: int, depth: int, streamed: float = 0.0) -> Seen:
+def drive(
+    scheduler: Any, seed: int, num_requests: int, depth: int, streamed: float = 0.0, aborted: float = 0.02
+) -> Seen:
     """Send requests at random steps, abort some, and answer each step `depth - 1` steps later."""
     chance, seen = random.Random(seed), Seen()
     waiting = deque(make_request(number, chance, streamed) for number in range(num_requests))
@@ -103,7 +108,7 @@ def drive(scheduler: Any, seed: int, num_requests: int, depth: int, streamed: fl
     for _ in range(10_000):
         while waiting and chance.random() < 0.4:
             scheduler.add_request(waiting.popleft())
-        if chance.random() < 0.02 and scheduler.requests:
+        if chance.random() < aborted and scheduler.requests:
             from vllm.v1.request import RequestStatus
 
             scheduler.finish_requests(chance.choice(sorted(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
@@ -120,6 +125,13 @@ def drive(scheduler: Any, seed: int, num_requests: int, depth: int, streamed: fl
 
 
 def make_request(number: int, chance: random.Random, streamed: float) -> Any:
+    is_streamed, max_tokens = chance.random() < streamed, chance.randint(1, 40)
+    # Some prompts begin alike, so that blocks are shared.
+    prompt = [3 + number % 3] * chance.randint(1, 14) + [10 + number % 20] * chance.randint(1, 9)
+    return request_of(number, prompt, max_tokens, is_streamed=is_streamed)
+
+
+def request_of(number: int, prompt: list[int], max_tokens: int, *, is_streamed: bool = False) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -127,17 +139,14 @@ def make_request(number: int, chance: random.Random, streamed: float) -> Any:
 
     if number == 0:
         init_none_hash(sha256)
-    is_streamed = chance.random() < streamed
     sampling = SamplingParams(
-        max_tokens=chance.randint(1, 40),
+        max_tokens=max_tokens,
         seed=number,
         logprobs=0 if number % 3 else None,
         stop_token_ids=[STOP] if number % 2 else None,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
     )
     sampling.update_from_generation_config({}, EOS)
-    # Some prompts begin alike, so that blocks are shared.
-    prompt = [3 + number % 3] * chance.randint(1, 14) + [10 + number % 20] * chance.randint(1, 9)
     return Request(
         f"r{number}",
         prompt,
@@ -237,19 +246,51 @@ def test_steps_and_responses_are_those_of_vllms_scheduler(
     assert sum(steps) > 100 * len(seeds) / 4
 
 
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+# On GPUs, vLLM schedules a step more than there are stages before it has the tokens of the first one.
+@pytest.mark.parametrize(("runner", "reference", "depth"), [("1", "Scheduler", 2), ("2", "AsyncScheduler", 3)])
 @pytest.mark.parametrize("num_blocks", [400, 36])
-def test_stages_on_the_cpu_compute_no_sequence_before_its_token_is_known(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+def test_with_stages_responses_are_those_of_vllms_scheduler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, runner: str, reference: str, depth: int
 ) -> None:
-    """vLLM's asynchronous scheduler would schedule a sequence again; two steps are computed at once."""
-    stages: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    stages["reference"] = "Scheduler"
     for seed in range(4):
-        expected = drive(make("vllm", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
-        seen = drive(make("ours", folder, num_blocks, monkeypatch, **stages), seed, 40, 2)
-        assert seen.steps == expected.steps
-        assert complete(seen) == complete(expected)
-        assert len(complete(seen)) == seen.messages < expected.messages
+        theirs = make("vllm", folder, num_blocks, monkeypatch, runner, reference, **STAGES)
+        expected = drive(theirs, seed, 40, depth, aborted=0.0)
+        seen = drive(make("ours", folder, num_blocks, monkeypatch, runner, **STAGES), seed, 40, depth, aborted=0.0)
+        # Other steps have other sequences beside each one, and a rank here is a place in the step.
+        ours, vllms = (
+            {name: one | {"ranks": []} for name, one in complete(found).items()} for found in (seen, expected)
+        )
+        assert ours == vllms
+        assert len(ours) == seen.messages == 40
+
+
+@pytest.mark.parametrize(("runner", "depth"), [("1", 2), ("2", 3)])
+def test_each_stage_has_its_share_of_the_sequences(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, depth: int
+) -> None:
+    """All of these prompts fit into one step, and vLLM alone would put them there: then every second step is empty."""
+
+    def sizes_of(scheduler: Any) -> list[int]:
+        """Return the number of sequences in each of twelve steps, of seven that take longer."""
+        for number in range(7):
+            scheduler.add_request(request_of(number, [3 + number] * 5, 30))
+        running: deque[Any] = deque()
+        lengths: dict[str, int] = {}
+        sizes = []
+        for _ in range(12):
+            output = scheduler.schedule()
+            sizes.append(len(output.num_scheduled_tokens))
+            running.append((output, answer(output, scheduler, lengths)))
+            if len(running) == depth:
+                receive(scheduler, *running.popleft(), Seen())
+        return sizes
+
+    reference = "Scheduler" if runner == "1" else "AsyncScheduler"
+    assert sizes_of(make("vllm", folder, 400, monkeypatch, runner, reference, **STAGES)) == [7, 0] * 6
+    assert sizes_of(make("ours", folder, 400, monkeypatch, runner, **STAGES)) == [4, 3] * 6
 
 
 def test_a_request_that_streams_gets_each_token_beside_others_that_do_not(

@@ -107,8 +107,11 @@ def test_a_share_that_does_not_hold_vllms_weights_is_refused() -> None:
         check_memory(spec_of(8, rollout={"gpuMemoryUtilization": 0.1}), {"actor": ModelSize(7 * GB, 80 * GB)})
     assert str(refusal.value) == (
         "rollout.gpuMemoryUtilization 0.1 gives vLLM 8.0 GB of each GPU, and its weights alone take 14.0 GB: raise it, "
-        "or rollout.tensorParallelSize or pipelineParallelSize"
+        "or rollout.tensorParallelSize (now 1) or rollout.pipelineParallelSize (now 1)"
     )
+    replay = {"gpuMemoryUtilization": 0.1, "routingReplay": True}
+    with pytest.raises(ModelMismatchError, match=r"raise it, or rollout\.tensorParallelSize \(now 1\)$"):
+        check_memory(spec_of(8, rollout=replay), {"actor": ModelSize(7 * GB, 80 * GB)})
     check_memory(
         spec_of(8, rollout={"gpuMemoryUtilization": 0.1, "tensorParallelSize": 4}),
         {"actor": ModelSize(7 * GB, 80 * GB)},

@@ -74,6 +74,31 @@ def test_the_traffic_of_an_engine_whose_stages_are_on_hosts_by_hand(tmp_path: Pa
     assert workload_of(made.spec, roles, measured).awaited["gen"] == hidden
 
 
+def test_a_host_with_several_stages_receives_what_the_first_of_them_gets(tmp_path: Path) -> None:
+    """Two engines of four stages on two hosts each: the last stage gets its vectors from its own host."""
+    path = write_config(tmp_path, num_hidden_layers=4)
+    pools = [{"name": "all", "nodes": 4, "gpusPerNode": 2}]
+    found = plan_job(job(path, pools=pools, rollout={"pipelineParallelSize": 4}), {"all": H200}, runner=stub)
+    [link] = [link for link in json.loads(as_json(found))["links"] if link["what"] == "engines"]
+    # Hidden states and residual stream of 16 sequences of 128 tokens, 128 numbers each in bfloat16.
+    assert link["from_other_hosts"] == 2 * (2 * 16 * 128 * 128)
+
+
+def test_the_stages_of_an_engine_receive_their_weights_one_after_the_other(tmp_path: Path) -> None:
+    def entering(size: str) -> tuple[float, float]:
+        pools = [{"name": "all", "gpusPerNode": 2}, {"name": "engines", "nodes": 2, "gpusPerNode": 1}]
+        placement = {"actor": "all", "rollout": ["engines"]}
+        made = plan(tmp_path, rollout={size: 2}, pools=pools, placement=placement)
+        roles = {name: one.role for name, one in made.roles.items()}
+        measured = {name: one.measured for name, one in made.roles.items()}
+        [each] = [link.bytes_each for link in links_of(made.spec, roles, measured) if link.what == "weights"]
+        return each, workload_of(made.spec, roles, measured).prefetched["update_weights"]
+
+    # 100 parameters in bfloat16, half of them for each GPU; between hosts of the actor, nothing is gathered.
+    assert entering("tensorParallelSize") == (100, 100)
+    assert entering("pipelineParallelSize") == (100, 200)
+
+
 @pytest.mark.parametrize("method", ["Truncate", "Bypass"])
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str, int] | None, method: str) -> None:

@@ -214,7 +214,7 @@ class RolloutEngine:
         else:
             self._refuse_while_running("weights cannot change under them")
         keeps_weights, self._has_weights = self._has_weights, False
-        rounds_together = self.options.quantization is not None and self.options.num_workers > 1
+        rounds_together = self.options.quantization is not None and self.options.tensor_parallel_size > 1
         limit_s = self.options.timeout_seconds * (_SHARE_OF_A_PUSH if rounds_together else 1.0)
         receipts = await self._workers("ppojob_receive_weights", version, keeps_weights, limit_s=limit_s)
         # A worker reads nothing of other workers' experts. What no worker reads may be left out on purpose.

@@ -112,15 +112,20 @@ class _Load:
         self._kernels = {name: _parameters(layer) for name, layer in self._layers.items()}
         self._num_came = 0
         self._copied: dict[str, Tensor] = {}
+        self._not_held: list[str] = []
         self._taken: Mapping[str, int] = {}
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and count the numbers."""
+        held = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for name, tensor in weights:
-            if _is_uncounted(name):
+            if not _is_uncounted(name):
+                self._num_came += tensor.numel()
+            elif name in held:
+                # Only of these a copy: a stage reads nothing of another one's.
                 self._copied[name] = tensor.clone()
             else:
-                self._num_came += tensor.numel()
+                self._not_held.append(name)
             yield name, tensor
 
     def finish(self) -> None:
@@ -156,14 +161,16 @@ class _Load:
     def _not_copied(self, expected: Expected) -> list[str]:
         """Return the names of the tensors that are not counted and did not come, or are not in the model."""
         held = dict(self._model.named_parameters(remove_duplicate=False))
-        wrong = [
+        # A part of a model may have none of them: those of another stage.
+        wrong = [*self._not_held] if expected.is_whole else []
+        wrong += [
             name
             for name, tensor in self._copied.items()
-            if name not in held or not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
+            if not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
         ]
         if expected.is_partial:
             return wrong
-        came = {id(held[name]) for name in self._copied if name in held}
+        came = {id(held[name]) for name in self._copied}
         # A router and its experts share one.
         named = self._model.named_parameters()
         return wrong + [name for name, tensor in named if _is_uncounted(name) and id(tensor) not in came]

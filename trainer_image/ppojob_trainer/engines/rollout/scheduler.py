@@ -37,6 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from ppojob_trainer.engines.rollout.drafting import DraftingChoice
 from ppojob_trainer.engines.rollout.options import RECORDS_EXPERTS
 from ppojob_trainer.engines.rollout.response import Response, columns_of, end_by_string, ends
+from ppojob_trainer.engines.rollout.stage_groups import admitting_a_share
 from ppojob_trainer.engines.rollout.stop_strings import STOP_STRINGS, StopStrings, token_texts
 from ppojob_trainer.engines.rollout.weight_changes import forget_blocks
 
@@ -71,7 +72,9 @@ class ResponseScheduler(AsyncScheduler):
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._is_plain = self._has_plain_model()
         self._drafts_of_size, self._no_drafts = self.dynamic_sd_lookup, [0] * (self.max_num_running_reqs + 1)
-        self._drafting = None if self._drafts_of_size is None else DraftingChoice(self._most_sequences_with_drafts())
+        # vLLM's arguments allow drafts up to a number of sequences; see `options`.
+        most = None if self._drafts_of_size is None else sum(1 for number in self._drafts_of_size[1:] if number)
+        self._drafting = None if most is None else DraftingChoice(most)
         self._has_drafts: dict[int, bool] = {}
 
     def _has_plain_model(self) -> bool:
@@ -86,11 +89,6 @@ class ResponseScheduler(AsyncScheduler):
             *(self.dcp_world_size > 1, self.pcp_world_size > 1, self.num_sampled_tokens_per_step != 1),
         )
         return not any(unusual) and len(managers) == 1 and type(managers[0]) is FullAttentionManager
-
-    def _most_sequences_with_drafts(self) -> int:
-        """Return the number up to which the engine's arguments allow drafts; see `options`."""
-        assert self._drafts_of_size is not None
-        return sum(1 for num_drafts in self._drafts_of_size[1:] if num_drafts)
 
     def add_request(self, request: Request) -> None:
         """See vLLM."""
@@ -148,7 +146,8 @@ class ResponseScheduler(AsyncScheduler):
             output = self._schedule_decoding()
             if output is not None:
                 return output
-        return super().schedule(throttle_prefills)
+        with admitting_a_share(self):
+            return super().schedule(throttle_prefills)
 
     def _may_only_decode(self) -> bool:
         return (

@@ -175,12 +175,36 @@ def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
             f"rollout.pipelineParallelSize {stages} is above this {text.model_type}'s num_hidden_layers "
             f"{text.num_hidden_layers}: each stage needs a layer, so use at most as many"
         )
+    if text.model_type == "qwen3_moe" and (layers := _stage_without_experts(text, stages)):
+        raise ModelMismatchError(
+            f"rollout.pipelineParallelSize {stages}: layers {layers[0]} to {layers[-1]} of this qwen3_moe have no "
+            "experts, and vLLM needs a layer with experts in each stage: use fewer stages"
+        )
     if not rollout.enable_expert_parallel:
         return
     check_is_mixture(config, field, "true", "set it to false")
     if (number := num_experts(text) or 0) % size:
         remedy = f"{number}: use a divisor, or set {field} to false"
         raise ModelMismatchError(indivisible(text, "rollout.tensorParallelSize", size, "number of experts", remedy))
+
+
+def _stage_without_experts(text: Any, stages: int) -> range | None:
+    """Return the layers of the first of an engine's stages that has dense ones only; vLLM 0.32 divides them so.
+
+    The stages have equally many. If some are left, the stages before the last one get one more each.
+    """
+    each, left = divmod(int(text.num_hidden_layers), stages)
+    end = 0
+    for stage in range(stages):
+        begin, end = end, end + each + (stages - 1 - left <= stage < stages - 1)
+        if all(_is_dense(text, layer) for layer in range(begin, end)):
+            return range(begin, end)
+    return None
+
+
+def _is_dense(text: Any, layer: int) -> bool:
+    """Whether a layer of Qwen3-MoE has no experts, as transformers' `Qwen3MoeDecoderLayer` decides it."""
+    return layer in text.mlp_only_layers or (layer + 1) % text.decoder_sparse_step != 0
 
 
 def check_quantization(config: PretrainedConfig, quantization: Quantization | None) -> None:

@@ -12,12 +12,14 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ppojob_trainer.engines.weights.boxes import Box, inside, num_numbers, whole_box
+from ppojob_trainer.engines.weights.sums import num_sums
 
 BUCKET_BYTES: Final = 256 * 2**20
 # A row of the checksum: 64 numbers of 8 bytes. Buckets are whole rows.
@@ -85,6 +87,11 @@ class Bucket:
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     num_bytes: int
+
+    @cached_property
+    def num_sums(self) -> tuple[int, ...]:
+        """How many sums of each whole tensor follow the bucket in a push that is compared; 0: nothing of it is sent."""
+        return tuple(num_sums(spec.shape) if spec.sent_boxes else 0 for spec in self.specs)
 
     def parts(self, buffer: Tensor, index: int) -> Iterator[tuple[Box, Tensor]]:
         """Yield the boxes of a parameter with their views in a uint8 buffer, each in the shape of the box."""

@@ -38,7 +38,8 @@ class WeightLink:
 class LinkPlan:
     """Which FSDP rank sends to which vLLM workers, and how. Workers are numbered over all replicas.
 
-    part: the tensor-parallel rank of all receivers, which get only what they need of each tensor; None: whole tensors.
+    part: the place of all receivers in their replicas, where they get only what they need of each tensor; None: whole
+    tensors.
     """
 
     sender_rank: int
@@ -52,7 +53,7 @@ class Receivers:
     """The vLLM workers of all replicas of a pool, replica by replica.
 
     on_actor: worker i runs on the GPU of FSDP rank i. lost: workers that receive nothing any more, because their engine
-    was lost. num_parts: tensor-parallel workers of a replica.
+    was lost. num_parts: workers of a replica.
     """
 
     number: int
@@ -76,8 +77,8 @@ def link_plans(device: Device, num_ranks: int, receivers: Sequence[Receivers]) -
 
     If a worker is on a rank's GPU, that rank passes a handle of each gathered tensor's memory (CUDA IPC): NCCL refuses
     two processes on one GPU, and no data crosses GPUs twice. Rank 0 sends to all other workers that need whole tensors.
-    Those of a tensor-parallel rank get their part from one rank, and the parts come from as many ranks as there are:
-    a sender's own bandwidth would be the limit otherwise.
+    Those of one place in their replicas get their part from one rank, and the parts come from as many ranks as there
+    are: a sender's own bandwidth would be the limit otherwise.
     """
     plans: list[LinkPlan] = []
     apart: dict[int | None, list[int]] = {}

@@ -29,7 +29,7 @@ from ppojob_trainer.engines.weights.buckets import Bucket, buckets_from_text, ch
 from ppojob_trainer.engines.weights.channels import Channel, open_channel
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import Receipt, receipt_of
-from ppojob_trainer.engines.weights.sums import agree, num_sums
+from ppojob_trainer.engines.weights.sums import agree
 from ppojob_trainer.engines.weights.waiting import value_of
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class WeightStream:
         for bucket in self._buckets:
             buffer = self._receive()
             self._checksums.append(checksum(buffer))
-            if self._announced.has_sums:
+            if self._announced.has_sums and any(bucket.num_sums):
                 self._compare(bucket, buffer)
             yield from bucket.tensors(buffer)
 
@@ -188,9 +188,8 @@ class WeightStream:
 
     def _compare(self, bucket: Bucket, buffer: Tensor) -> None:
         """Receive the sums of the bucket's whole tensors, and compare them with its boxes."""
-        numbers = [num_sums(spec.shape) for spec in bucket.specs]
-        sums = self._receive().view(torch.int64)
-        for index, (spec, of_whole) in enumerate(zip(bucket.specs, torch.split(sums, numbers), strict=True)):
+        sums = torch.split(self._receive().view(torch.int64), list(bucket.num_sums))
+        for index, (spec, of_whole) in enumerate(zip(bucket.specs, sums, strict=True)):
             for box, part in bucket.parts(buffer, index):
                 agrees = agree(part, box, spec.shape, of_whole)
                 if agrees is None:
@@ -227,8 +226,8 @@ def _messages(announced: Announcement, buckets: Sequence[Bucket]) -> Iterator[in
     """Yield the bytes of each message of a push: a bucket, and the sums of its whole tensors if it has any."""
     for bucket in buckets:
         yield bucket.num_bytes
-        if announced.has_sums:
-            yield sum(num_sums(spec.shape) for spec in bucket.specs) * torch.int64.itemsize
+        if announced.has_sums and (number := sum(bucket.num_sums)):
+            yield number * torch.int64.itemsize
 
 
 def _release_frames(error: BaseException | None) -> None:

@@ -304,14 +304,14 @@ class _Sending:
             self._buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             self._sums = []
         bucket.pack(self._buffer, index, tensor)
-        if self._announcement.has_sums:
+        if self._announcement.has_sums and bucket.num_sums[index]:
             self._sums.append(sums_of(tensor))
         if index < len(bucket.specs) - 1:
             return
         self._checksums.append(checksum(self._buffer))
         self._send(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        if self._announcement.has_sums:
+        if self._sums:
             self._send(torch.cat(self._sums).view(torch.uint8))
 
     def _send(self, buffer: Tensor) -> None:
