@@ -91,7 +91,7 @@ def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
     Layers are sent in order, so the stages of an engine receive theirs one after the other.
     """
     gathered, stages = _gathered_from_other_hosts(spec, actor), spec.rollout.pipeline_parallel_size
-    return max([gathered, *(stages * link.from_other_hosts for link in _weights(spec, actor))])
+    return max([gathered, *(stages * link.from_other_hosts for link in _weights_to_engines(spec, actor))])
 
 
 def network_bytes_of_generation(spec: PPOJobSpec, config: PretrainedConfig) -> float:
@@ -150,6 +150,16 @@ def _are_on_one_host(spec: PPOJobSpec) -> bool:
 
 
 def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
+    found, size = _weights_to_engines(spec, actor), bytes_of_push(spec, actor)
+    if (stages := spec.actor.pipeline_parallel_size) > 1:
+        # Every stage broadcasts its layers, because every rank may be a sender.
+        way, number = "between the actor's stages", spec.pool(spec.placement.actor).gpus
+        outside = _gathered_from_other_hosts(spec, actor)
+        found.append(Link("weights", way, size * (stages - 1) / stages, number, outside))
+    return found
+
+
+def _weights_to_engines(spec: PPOJobSpec, actor: Measured) -> list[Link]:
     placement, size = spec.placement, bytes_of_push(spec, actor)
     parts = spec.rollout.gpus_per_replica
     receivers = [
@@ -168,16 +178,6 @@ def _weights(spec: PPOJobSpec, actor: Measured) -> list[Link]:
         each = size if plan.part is None else size / parts
         from_others = each if plan.backend == "nccl" and not _are_on_one_host(spec) else 0.0
         found[plan.backend] = Link("weights", way, each, number + len(plan.receivers), from_others)
-    if (stages := spec.actor.pipeline_parallel_size) > 1:
-        # Every stage broadcasts its layers, because every rank may be a sender.
-        between = Link(
-            "weights",
-            "between the actor's stages",
-            size * (stages - 1) / stages,
-            spec.pool(placement.actor).gpus,
-            _gathered_from_other_hosts(spec, actor),
-        )
-        return [*found.values(), between]
     return list(found.values())
 
 

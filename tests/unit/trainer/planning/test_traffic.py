@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,18 +86,20 @@ def test_a_host_with_several_stages_receives_what_the_first_of_them_gets(tmp_pat
 
 
 def test_the_stages_of_an_engine_receive_their_weights_one_after_the_other(tmp_path: Path) -> None:
-    def entering(size: str) -> tuple[float, float]:
-        pools = [{"name": "all", "gpusPerNode": 2}, {"name": "engines", "nodes": 2, "gpusPerNode": 1}]
-        placement = {"actor": "all", "rollout": ["engines"]}
-        made = plan(tmp_path, rollout={size: 2}, pools=pools, placement=placement)
+    def entering(size: str, **sections: Any) -> float:
+        made = plan(tmp_path, rollout={size: 2}, **sections)
         roles = {name: one.role for name, one in made.roles.items()}
-        measured = {name: one.measured for name, one in made.roles.items()}
-        [each] = [link.bytes_each for link in links_of(made.spec, roles, measured) if link.what == "weights"]
-        return each, workload_of(made.spec, roles, measured).prefetched["update_weights"]
+        exchanged = Traffic(from_other_hosts=Counter(broadcast=30))
+        measured = {name: replace(one.measured, push_traffic=exchanged) for name, one in made.roles.items()}
+        return workload_of(made.spec, roles, measured).prefetched["update_weights"]
 
-    # 100 parameters in bfloat16, half of them for each GPU; between hosts of the actor, nothing is gathered.
-    assert entering("tensorParallelSize") == (100, 100)
-    assert entering("pipelineParallelSize") == (100, 200)
+    pools = [{"name": "all", "gpusPerNode": 2}, {"name": "engines", "nodes": 2, "gpusPerNode": 1}]
+    apart = {"pools": pools, "placement": {"actor": "all", "rollout": ["engines"]}}
+    # 100 parameters in bfloat16, half of them for each GPU; on the actor's host, nothing comes from others.
+    assert (entering("tensorParallelSize", **apart), entering("pipelineParallelSize", **apart)) == (100, 200)
+    # Engines on the actor's GPUs receive nothing, and the actor's stages exchange what they do for any engine.
+    shared = {"pools": [{"name": "all", "nodes": 2, "gpusPerNode": 1}], "actor": {"pipelineParallelSize": 2}}
+    assert (entering("tensorParallelSize", **shared), entering("pipelineParallelSize", **shared)) == (30, 30)
 
 
 @pytest.mark.parametrize("method", ["Truncate", "Bypass"])
