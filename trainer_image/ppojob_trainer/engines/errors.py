@@ -113,6 +113,10 @@ class RolloutMemoryError(RolloutError):
     """The rollout engine found too little memory on its GPU; the message is vLLM's own."""
 
 
+class RolloutHostMemoryError(RolloutError):
+    """The rollout engine on CPUs found too little memory on its node; the message is vLLM's own."""
+
+
 class GenerationTimeoutError(RolloutError):
     """Generation did not end in time; the message says how many sequences were left."""
 

@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
 from ppojob_api.v1alpha1.pools import base_role
-from ppojob_trainer.engines.errors import RolloutMemoryError
+from ppojob_trainer.engines.errors import RolloutHostMemoryError, RolloutMemoryError
 from ppojob_trainer.engines.rollout.failure_log import memory_shortage
 from ppojob_trainer.worker_groups.communication import is_of_communication
 from ppojob_trainer.worker_groups.errors import WorkerOutOfMemoryError
@@ -60,7 +60,7 @@ def explain_memory(error: BaseException, role: str, rank: int, method: str) -> W
     if isinstance(error, RolloutMemoryError):
         said = f"{who} found too little memory on its GPU during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: lower {_LESS_OF_A_GPU}, or give the rollout its own pool")
-    if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
+    if isinstance(error, (MemoryError, RolloutHostMemoryError)) or _CPU_ALLOCATOR in str(error):
         said = f"{who} ran out of memory during {method} ({_beginning(error)})"
         return WorkerOutOfMemoryError(f"{said}: {lower}{_MORE_ROOM_ON_A_NODE}")
     return None

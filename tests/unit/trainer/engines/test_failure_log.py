@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppojob_trainer.engines.errors import WeightReceiptError
+from ppojob_trainer.engines.errors import RolloutError, RolloutHostMemoryError, WeightReceiptError
 from ppojob_trainer.engines.rollout.failure_log import explain, explained, memory_shortage
 
 STARTED = "vLLM could not start with the model /m: "
@@ -31,6 +31,23 @@ def test_a_shortage_of_memory_is_found_in_the_log_of_vllms_processes(log: str, w
     found = memory_shortage(f"started\n{log}")
     assert found is not None
     assert found.startswith(words)
+
+
+def test_a_node_without_memory_for_the_cache_of_an_engine_on_cpus_is_named(tmp_path: Path) -> None:
+    """As vLLM 0.32 says it; its arguments are not the user's."""
+    said = (
+        "Available memory on node 0 (0.42/3.0 GiB) on kv cache allocation is less than requested memory for kv "
+        "(1.0 GiB)"
+    )
+    seen = RolloutError(
+        f"vLLM could not start with the model /m: RuntimeError: Worker failed with error '{said}. Decrease "
+        "--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory used by other processes.', please check "
+        "the stack trace above for the root cause"
+    )
+
+    found = explained(seen, tmp_path / "log")
+
+    assert (type(found), str(found)) == (RolloutHostMemoryError, said)
 
 
 def test_another_failure_is_no_shortage_of_memory() -> None:

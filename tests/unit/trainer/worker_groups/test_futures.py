@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, Worke
 from torch.distributed import DistBackendError
 
 from ppojob_api.v1alpha1.reference import field_reference
-from ppojob_trainer.engines.errors import RolloutMemoryError
+from ppojob_trainer.engines.errors import RolloutHostMemoryError, RolloutMemoryError
 from ppojob_trainer.worker_groups import futures, memory
 from ppojob_trainer.worker_groups.errors import (
     WorkerFailedError,
@@ -114,6 +114,14 @@ def test_vllms_own_words_about_its_gpu_come_with_its_settings() -> None:
         "rollout rank 1 found too little memory on its GPU during wake (CUDA out of memory. Tried to): lower "
         "rollout.gpuMemoryUtilization, rollout.maxNumSeqs or rollout.maxNumBatchedTokens, or give the rollout its "
         "own pool"
+    )
+
+
+def test_vllms_own_words_about_its_node_come_with_its_settings() -> None:
+    failure = memory.explain_memory(RolloutHostMemoryError("Available memory on node 0"), "rollout", 1, "load")
+    assert str(failure) == (
+        "rollout rank 1 ran out of memory during load (Available memory on node 0): lower rollout.maxNumSeqs, "
+        "rollout.maxNumBatchedTokens or rollout.cpuCacheGib, or give the pool more memory (resourcesPerGPU.memory)"
     )
 
 

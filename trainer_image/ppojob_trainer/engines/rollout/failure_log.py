@@ -10,11 +10,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppojob_trainer.engines.errors import EngineArgumentError, RolloutError, RolloutMemoryError
+from ppojob_trainer.engines.errors import (
+    EngineArgumentError,
+    RolloutError,
+    RolloutHostMemoryError,
+    RolloutMemoryError,
+)
 
 __all__ = ["end_of", "explain", "explained", "memory_shortage"]
 
 _LITTLE_MEMORY = re.compile(r"out of memory|is less than desired GPU memory utilization", re.IGNORECASE)
+_LITTLE_HOST_MEMORY = re.compile(r"Available memory on node \S+ \([^)]*\)[^(]* is less than [^(]*\([^)]*\)")
 # Ray's name of the worker, the name of vLLM's process, and what its logger puts before each line.
 _PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\) *)*([A-Z]+ \d\d-\d\d [\d:.]+ \[[^\]]*\] ?)?")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -65,6 +71,8 @@ def explained(error: Exception, log_file: Path) -> Exception:
     shortage = memory_shortage(str(error)) or memory_shortage(log)
     if shortage is not None:
         return RolloutMemoryError(shortage)
+    if host_shortage := _LITTLE_HOST_MEMORY.search(f"{error}\n{log}"):
+        return RolloutHostMemoryError(host_shortage[0])
     found = type(error)(explain(str(error), log))
     # The node of a failed worker.
     vars(found).update(vars(error))
