@@ -88,7 +88,7 @@ def network_bytes(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is
 def network_bytes_of_push(spec: PPOJobSpec, actor: Measured) -> float:
     """Return the same of a push: the most of gathering the weights, and of sending them to an engine.
 
-    Layers are sent in order, so the stages of an engine receive theirs one after the other.
+    Layers are sent from the first to the last, so the stages of an engine receive theirs one after the other.
     """
     gathered, stages = _gathered_from_other_hosts(spec, actor), spec.rollout.pipeline_parallel_size
     return max([gathered, *(stages * link.from_other_hosts for link in _weights_to_engines(spec, actor))])

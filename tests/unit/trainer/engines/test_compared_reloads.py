@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.unit.trainer.engines.test_reloaded_weights import LATENT, SHAPE, VARIANTS
-from tests.unit.trainer.engines.tiny_experts import fill_router_biases
+from tests.unit.trainer.engines.test_reloaded_weights import LIMIT_SECONDS, found_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
 
-LIMIT_SECONDS = 540
 MIXTURES = ("qwen3 moe", "mixtral", "deepseek v3")
 OTHERS = "vLLM's parameters are not version 7 of the weights"
 
@@ -25,21 +17,7 @@ OTHERS = "vLLM's parameters are not version 7 of the weights"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what the pushes to each model have found."""
-    folder = tmp_path_factory.mktemp("compared")
-    for name in MIXTURES:
-        torch.manual_seed(7)
-        family, settings = VARIANTS[name]
-        sizes = LATENT if family == "deepseek_v3" else {}
-        config = AutoConfig.for_model(family, **{**SHAPE, **settings, **sizes})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        fill_router_biases(model)
-        model.save_pretrained(folder / name)
-    paths = [str(folder / name) for name in MIXTURES]
-    command = [sys.executable, "-m", "tests.unit.trainer.engines.compared_reloads", *paths]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
-    return {Path(path).name: seen for path, seen in json.loads(line.removeprefix("FOUND ")).items()}
+    return found_by("compared_reloads", tmp_path_factory.mktemp("compared"), MIXTURES)
 
 
 @pytest.mark.parametrize("model", MIXTURES)

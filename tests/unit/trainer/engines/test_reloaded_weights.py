@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +62,28 @@ PARTIAL = ("attention alone", "attention again")
 WITH_EXPERTS = [name for name, (_, settings) in VARIANTS.items() if "num_experts_per_tok" in settings]
 
 
-@pytest.fixture(scope="module")
-def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return for each variant and each push what the check said, and the parameters that differ from those on disk."""
-    folder = tmp_path_factory.mktemp("reloaded")
-    for name, (family, settings) in VARIANTS.items():
+def found_by(module: str, folder: Path, variants: Collection[str]) -> dict[str, Any]:
+    """Write models of variants, let a module of this folder push to them, and return what it prints of each one."""
+    paths = [str(folder / name) for name in variants]
+    for name in variants:
+        family, settings = VARIANTS[name]
         torch.manual_seed(7)
         sizes = LATENT if family == "deepseek_v3" else {}
         config = AutoConfig.for_model(family, **{**SHAPE, **settings, **sizes})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         fill_router_biases(model)
         model.save_pretrained(folder / name)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.unit.trainer.engines.reloaded_weights",
-        *(str(folder / name) for name in VARIANTS),
-    ]
+    command = [sys.executable, "-m", f"tests.unit.trainer.engines.{module}", *paths]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr[-8000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
     return {Path(path).name: found for path, found in json.loads(line.removeprefix("FOUND ")).items()}
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return for each variant and each push what the check said, and the parameters that differ from those on disk."""
+    return found_by("reloaded_weights", tmp_path_factory.mktemp("reloaded"), VARIANTS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

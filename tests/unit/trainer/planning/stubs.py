@@ -5,6 +5,7 @@ from typing import Any
 
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.gpus import GPUS, Gpu
+from ppojob_trainer.planning.roles import PlannedRole
 from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import job, write_config
 
@@ -27,3 +28,11 @@ def plan(folder: Path, gpu: Gpu = H200, **sections: Any) -> Plan:
     """Return the plan of the small job with these sections."""
     spec = job(write_config(folder), **sections)
     return plan_job(spec, {pool.name: gpu for pool in spec.pools}, runner=stub)
+
+
+def of_roles(found: Plan) -> tuple[dict[str, PlannedRole], dict[str, Measured]]:
+    """Return the roles of a plan and what was measured of each, as links and seconds are computed from them."""
+    return (
+        {name: one.role for name, one in found.roles.items()},
+        {name: one.measured for name, one in found.roles.items()},
+    )

@@ -19,7 +19,7 @@ from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, work
 from ppojob_trainer.planning.work import Measured, Work
 from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config, write_experts
 from tests.unit.trainer.planning.measured import measure, measure_parameters
-from tests.unit.trainer.planning.stubs import H200, MB, plan, stub
+from tests.unit.trainer.planning.stubs import H200, MB, of_roles, plan, stub
 
 
 def test_every_role_is_in_the_sum_of_its_pool(tmp_path: Path) -> None:
@@ -142,10 +142,7 @@ def test_an_engine_in_fp8_has_smaller_weights_and_reads_them_faster(tmp_path: Pa
         found = plan_job(spec, {"all": H200}, runner=many)
         (pool,) = found.pools
         assert pool.engine is not None
-        roles, measured = (
-            {name: getattr(one, part) for name, one in found.roles.items()} for part in ("role", "measured")
-        )
-        of_step = workload_of(spec, roles, measured)
+        of_step = workload_of(spec, *of_roles(found))
         return pool.engine.weights, of_step.decode_bytes, of_step.weight_bytes
 
     (plain, plain_read, plain_sent), (fp8, fp8_read, fp8_sent) = work(), work(quantization="FP8")

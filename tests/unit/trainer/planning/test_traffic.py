@@ -15,13 +15,12 @@ from ppojob_trainer.planning.traffic import Link, links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, job, write_config, write_experts
 from tests.unit.trainer.planning.measured import measure, measure_parameters
-from tests.unit.trainer.planning.stubs import H200, plan, stub
+from tests.unit.trainer.planning.stubs import H200, of_roles, plan, stub
 
 
 def test_traffic_by_hand(tmp_path: Path) -> None:
     found = plan(tmp_path)
-    roles = {name: one.role for name, one in found.roles.items()}
-    links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
+    links = links_of(found.spec, *of_roles(found))
     weights, batch = links
     # An engine on each of the two GPUs gets 100 parameters in bfloat16.
     assert (weights.way, weights.bytes_each, weights.number) == ("on a GPU (CUDA IPC)", 200, 2)
@@ -41,8 +40,7 @@ def test_the_traffic_of_an_engine_over_hosts_by_hand(tmp_path: Path) -> None:
     def found(gpus_per_node: int) -> tuple[list[Link], Workload]:
         pools = [{"name": "all", "nodes": 8 // gpus_per_node, "gpusPerNode": gpus_per_node}]
         made = plan(tmp_path, rollout={"tensorParallelSize": 4}, pools=pools)
-        roles = {name: one.role for name, one in made.roles.items()}
-        measured = {name: one.measured for name, one in made.roles.items()}
+        roles, measured = of_roles(made)
         links = links_of(made.spec, roles, measured)
         return [link for link in links if link.what == "engines"], workload_of(made.spec, roles, measured)
 
@@ -63,8 +61,7 @@ def test_the_traffic_of_an_engine_whose_stages_are_on_hosts_by_hand(tmp_path: Pa
     """Two engines of two stages; each stage has a host of two GPUs, so nothing is reduced over hosts."""
     pools = [{"name": "all", "nodes": 4, "gpusPerNode": 2}]
     made = plan(tmp_path, rollout={"tensorParallelSize": 2, "pipelineParallelSize": 2}, pools=pools)
-    roles = {name: one.role for name, one in made.roles.items()}
-    measured = {name: one.measured for name, one in made.roles.items()}
+    roles, measured = of_roles(made)
     [link] = [link for link in links_of(made.spec, roles, measured) if link.what == "engines"]
 
     # Of 16 sequences of 128 tokens: hidden states of 128 numbers; two of three layers reduce them twice, and one gets
@@ -88,9 +85,9 @@ def test_a_host_with_several_stages_receives_what_the_first_of_them_gets(tmp_pat
 def test_the_stages_of_an_engine_receive_their_weights_one_after_the_other(tmp_path: Path) -> None:
     def entering(size: str, **sections: Any) -> float:
         made = plan(tmp_path, rollout={size: 2}, **sections)
-        roles = {name: one.role for name, one in made.roles.items()}
+        roles, measured = of_roles(made)
         exchanged = Traffic(from_other_hosts=Counter(broadcast=30))
-        measured = {name: replace(one.measured, push_traffic=exchanged) for name, one in made.roles.items()}
+        measured = {name: replace(one, push_traffic=exchanged) for name, one in measured.items()}
         return workload_of(made.spec, roles, measured).prefetched["update_weights"]
 
     pools = [{"name": "all", "gpusPerNode": 2}, {"name": "engines", "nodes": 2, "gpusPerNode": 1}]
@@ -113,12 +110,11 @@ def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str
     model = {"actor": {"path": write_config(tmp_path), "lora": lora}}
     algorithm = {"rolloutCorrection": {"method": method}}
     found = plan_job(job(write_config(tmp_path), model=model, algorithm=algorithm), {"all": H200}, runner=gathering)
-    roles = {name: one.role for name, one in found.roles.items()}
-    links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
+    links = links_of(found.spec, *of_roles(found))
     (gathered,) = [link.bytes_each for link in links if link.what == "actor: gather"]
     # Two micro-batches of 8 sequences of 128 tokens on each of two ranks.
     assert gathered == 2 * 7 * ((method != "Bypass") + (lora is not None)) + 2 * 11
-    assert ("ref" in roles) == (lora is None)
+    assert ("ref" in found.roles) == (lora is None)
 
 
 @pytest.mark.parametrize(("num_experts", "size"), [(256, 1), (257, 2)])
@@ -127,8 +123,7 @@ def test_recorded_experts_are_fetched_and_stored(tmp_path: Path, num_experts: in
 
     def batch(**rollout: object) -> float:
         found = plan(tmp_path, model={"actor": {"path": path}}, rollout=rollout)
-        roles = {name: one.role for name, one in found.roles.items()}
-        links = links_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
+        links = links_of(found.spec, *of_roles(found))
         return next(link.bytes_each for link in links if link.what == "batch")
 
     path = write_experts(tmp_path / "mixture", num_experts=num_experts, num_experts_per_tok=3, num_hidden_layers=2)
