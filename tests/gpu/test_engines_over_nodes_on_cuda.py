@@ -14,8 +14,9 @@ from tests.integration.trainer.runs import finish
 pytestmark = [pytest.mark.timeout(300)]
 
 OVER_NODES = {**ROLLOUT, "samplesPerPrompt": 2}
-LARGEST_DIFFERENCE = 0.02
-"""Mean difference of the probabilities of trainer and engine, in bfloat16."""
+LARGEST_DIFFERENCE = 0.05
+"""Mean difference of the probabilities of trainer and engine, both in bfloat16: twice that of transformers in bfloat16
+and in float32 (0.025; the probabilities of two tokens differ by 0.23)."""
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,10 @@ def until(is_true: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
+def has_text(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
+
+
 @pytest.fixture
 def shards(hub: Hub) -> dict[str, bytes]:
     files = {**model_files(), "model.safetensors": LARGE, "model-2.safetensors": LARGE}
@@ -93,7 +97,8 @@ def test_after_a_kill_another_one_takes_over_and_continues(
     folder = Path(job.sources[0].folder)
     incomplete = folder.with_name(f".{folder.name}.incomplete")
     first = start(job)
-    until(lambda: (incomplete / "model-2.safetensors").exists(), "the small shard")
+    # The hub's library writes it after the file, and downloads a file without it again.
+    until(lambda: has_text(incomplete / ".cache/huggingface/download/model-2.safetensors.metadata"), "the small shard")
     until(lambda: hub.downloads("model.safetensors"), "the large shard to begin")
 
     first.send_signal(signal.SIGKILL)
