@@ -20,27 +20,17 @@ NAME = "ppojob-cluster"
 _PODS = ("kubepods", "kubepods.slice")
 # Files of versions 1 and 2 that freeze a group, and what each takes to thaw it.
 _FREEZERS = {"freezer.state": "THAWED", "cgroup.freeze": "0"}
-# Files of versions 1 and 2 with the group's share of the processors: 16 times what a group has by default. Beside tests
-# with dozens of processes, pods with the default share took longer to start than Ray's workers wait.
-_SHARES = {"cpu.shares": str(16 * 1024), "cpu.weight": str(16 * 100)}
 
 
 def ensure() -> None:
-    """Create the group in every hierarchy: a kubelet refuses to start with a `cgroupRoot` that is missing.
-
-    Where others compete for the processors, the pods go first.
-    """
+    """Create the group in every hierarchy: a kubelet refuses to start with a `cgroupRoot` that is missing."""
     for hierarchy in _hierarchies():
         available = hierarchy / "cgroup.controllers"
         for controller in available.read_text().split() if available.is_file() else ():
             # The kubelet says which one it misses, and some that it does not need cannot be enabled.
             with contextlib.suppress(OSError):
                 (hierarchy / "cgroup.subtree_control").write_text(f"+{controller}")
-        group = hierarchy / NAME
-        group.mkdir(exist_ok=True)
-        for name, share in _SHARES.items():
-            if (group / name).is_file():
-                (group / name).write_text(share)
+        (hierarchy / NAME).mkdir(exist_ok=True)
 
 
 def end_processes() -> int:

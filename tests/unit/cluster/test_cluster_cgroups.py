@@ -60,18 +60,6 @@ def test_version_2_passes_its_controllers_on(root: Path) -> None:
     assert (root / "cgroup.subtree_control").read_text() == "+memory"
 
 
-@pytest.mark.parametrize(("version", "name", "default"), [(1, "cpu.shares", 1024), (2, "cpu.weight", 100)])
-def test_the_group_has_a_larger_share_of_the_processors(root: Path, version: int, name: str, default: int) -> None:
-    file = make_hierarchies(root, version)[0] / cgroups.NAME / name
-    # The kernel creates it together with the group.
-    file.parent.mkdir()
-    file.write_text(str(default))
-
-    cgroups.ensure()
-
-    assert int(file.read_text()) == 16 * default
-
-
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("top", ["kubepods", "kubepods.slice"])
 def test_pods_at_the_top_of_a_hierarchy_are_another_kubelets(root: Path, version: int, top: str) -> None:

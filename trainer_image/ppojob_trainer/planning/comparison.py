@@ -21,7 +21,8 @@ from ppojob_trainer.planning.configs import read_shape
 from ppojob_trainer.planning.gpus import GPUS, gpus_of_pools
 from ppojob_trainer.planning.measured_runs import RUNS, MeasuredRun
 from ppojob_trainer.planning.plan import Plan, plan_job
-from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import TimedRun, seconds_of
+from ppojob_trainer.planning.workload import Workload, workload_of
 
 __all__ = ["Compared", "compare", "stored", "timed_runs"]
 

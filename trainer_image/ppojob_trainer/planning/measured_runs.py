@@ -121,7 +121,34 @@ def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str
 def _large(tokens: int, of_actor: Mapping[str, Any], of_critic: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
     """Return a job of 7 B parameters in one pool of two GPUs, whose engines sleep and whose critic has adapters."""
     model = {"actor": {"path": f"hf://{_LARGE}", **of_actor}, "critic": {**_ADAPTERS, **of_critic}}
-    return _workload(_LARGE, {"all": 2}, {}, tokens, model=model, **{"rollout": {"sleep": True}, **sections})
+    given = {"rollout": {"sleep": True}, **sections, "model": model | sections.get("model", {})}
+    return _workload(_LARGE, {"all": 2}, {}, tokens, **given)
+
+
+def _without_offload(critic: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job of 7.6 B parameters whose critic has passes of a quarter of the actor's tokens."""
+    return _large(
+        24_576,
+        _COMPILED,
+        _COMPILED | _PLAIN | critic,
+        critic={"maxTokensPerGPU": 6_144},
+        rollout={"sleep": True, "gpuMemoryUtilization": 0.25},
+    )
+
+
+def _long(num_gpus: int, **actor: Any) -> dict[str, Any]:
+    """Return a job with sequences of 32,768 tokens, one of them in each pass."""
+    return _workload(
+        _MIDDLE,
+        {"all": num_gpus},
+        _CHECKPOINTING | _COMPILED,
+        32_768 // num_gpus,
+        data={"trainBatchSize": 4, "maxPromptLength": 24_576, "maxResponseLength": 8_192},
+        algorithm={"advantageEstimator": "GRPO", "kl": {"inLoss": True}},
+        actor={"miniBatchSize": 1, **actor},
+        critic={"miniBatchSize": 1},
+        rollout={"samplesPerPrompt": 4, "sleep": True},
+    )
 
 
 _EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
@@ -238,7 +265,8 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7 B (26 layers), one pool of two GPUs, critic with LoRA",
-        _large(49_152, _OFFLOADED, _OFFLOADED),
+        # The trainer that ran this kept critic and reference gathered; the current one would not keep both.
+        _large(49_152, _OFFLOADED, _OFFLOADED | _GATHERED, model={"ref": _GATHERED}),
         sizes={"num_hidden_layers": 26},
         waits_for_moments=True,
         pools={"all": 126},
@@ -267,18 +295,35 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     MeasuredRun(
         "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no offload",
-        # The trainer that ran this kept the critic gathered; the current one would not.
-        _large(
-            24_576,
-            _COMPILED,
-            _COMPILED | _PLAIN | _GATHERED,
-            critic={"maxTokensPerGPU": 6_144},
-            rollout={"sleep": True, "gpuMemoryUtilization": 0.25},
-        ),
+        # The trainer that ran this kept the critic gathered; the current one does not.
+        _without_offload(_GATHERED),
         pools={"all": 150.5},
         roles={"actor": 69.0, "critic": 45.7, "ref": 13.1},
         phases=_phases(3.71, 2.16, 2.10, 2.13, 4.63, 8.35, 0.71),
         step=24.0,
+    ),
+    MeasuredRun(
+        "7.6 B, one pool of two GPUs, critic with LoRA, compiled, no offload, nothing gathered",
+        _without_offload({}),
+        pools={"all": 145.8},
+        roles={"actor": 69.0, "critic": 33.4, "ref": 13.1},
+        phases=_phases(3.63, 2.10, 2.33, 2.07, 5.14, 7.91, 0.66),
+        step=24.1,
+    ),
+    MeasuredRun(
+        "1.5 B, one GPU, compiled, 32k tokens",
+        _long(1),
+        pools={"all": 88.5},
+        phases={"gen": 33.9, "old_log_prob": 6.9, "ref": 6.9, "update_actor": 29.9, "update_weights": 0.19},
+        step=78.0,
+    ),
+    MeasuredRun(
+        "1.5 B, one pool of two GPUs, compiled, 32k tokens, sequence 2",
+        _long(2, sequenceParallelSize=2),
+        pools={"all": 80.0},
+        roles={"actor": 23.2, "ref": 6.9},
+        phases={"gen": 24.06, "old_log_prob": 3.93, "ref": 3.90, "update_actor": 16.39, "update_weights": 0.32},
+        step=48.8,
     ),
     MeasuredRun(
         "32 B, one pool of two GPUs, GRPO with LoRA, compiled",

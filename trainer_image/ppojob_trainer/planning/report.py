@@ -13,9 +13,10 @@ from ppojob_trainer.planning.comparison import Compared, stored, timed_runs
 from ppojob_trainer.planning.gpus import Gpu
 from ppojob_trainer.planning.plan import HostPlan, Plan
 from ppojob_trainer.planning.pool import PoolPlan
-from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import Seconds, idle_shares, seconds_of
 from ppojob_trainer.planning.settings import ChangedPlan
 from ppojob_trainer.planning.traffic import Link, links_of
+from ppojob_trainer.planning.workload import workload_of
 
 __all__ = ["as_json", "as_text"]
 

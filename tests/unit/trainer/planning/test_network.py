@@ -14,9 +14,10 @@ from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.network import from_other_hosts
 from ppojob_trainer.planning.report import as_json, as_text
-from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import TimedRun, seconds_of
 from ppojob_trainer.planning.traffic import links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
+from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import job, write_config
 from tests.unit.trainer.planning.measured import measure
 from tests.unit.trainer.planning.stubs import H200, OF_ROLE, plan, stub

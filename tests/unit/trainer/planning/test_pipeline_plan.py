@@ -10,8 +10,9 @@ from rich.console import Console
 
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.report import as_json, as_text
-from ppojob_trainer.planning.seconds import TimedRun, idle_shares, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import TimedRun, idle_shares, seconds_of
 from ppojob_trainer.planning.work import Measured, Work
+from ppojob_trainer.planning.workload import workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config
 from tests.unit.trainer.planning.measured import measure
 from tests.unit.trainer.planning.stubs import H200, plan, stub

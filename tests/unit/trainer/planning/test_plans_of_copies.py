@@ -7,8 +7,8 @@ import pytest
 from ppojob_trainer.planning import plan_job
 from ppojob_trainer.planning.gpus import gpus_of_pools
 from ppojob_trainer.planning.plan import Plan
-from ppojob_trainer.planning.seconds import workload_of
 from ppojob_trainer.planning.traffic import _share
+from ppojob_trainer.planning.workload import workload_of
 from tests.unit.trainer.planning.jobs import job, write_config
 from tests.unit.trainer.planning.stubs import MB, stub
 

@@ -12,8 +12,9 @@ import pytest
 from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.comparison import timed_runs
 from ppojob_trainer.planning.gpus import GPUS
-from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import TimedRun, seconds_of
 from ppojob_trainer.planning.work import Measured, Work
+from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, job, write_config, write_experts
 from tests.unit.trainer.planning.stubs import H200, plan, stub
 

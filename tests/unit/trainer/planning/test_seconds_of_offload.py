@@ -8,7 +8,8 @@ import pytest
 from ppojob_trainer.planning import comparison
 from ppojob_trainer.planning.gpus import GPUS
 from ppojob_trainer.planning.measured_runs import MeasuredRun
-from ppojob_trainer.planning.seconds import TimedRun, Workload, seconds_of, workload_of
+from ppojob_trainer.planning.seconds import TimedRun, seconds_of
+from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import write_config
 from tests.unit.trainer.planning.stubs import H200, MB, plan
 

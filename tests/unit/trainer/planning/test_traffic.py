@@ -10,9 +10,9 @@ import pytest
 
 from ppojob_trainer.planning import plan_job
 from ppojob_trainer.planning.report import as_json
-from ppojob_trainer.planning.seconds import Workload, workload_of
 from ppojob_trainer.planning.traffic import Link, links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
+from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, LAYERS, job, write_config, write_experts
 from tests.unit.trainer.planning.measured import measure, measure_parameters
 from tests.unit.trainer.planning.stubs import H200, of_roles, plan, stub
