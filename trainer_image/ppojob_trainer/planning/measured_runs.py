@@ -121,7 +121,7 @@ def _compiled(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str
 def _large(tokens: int, of_actor: Mapping[str, Any], of_critic: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
     """Return a job of 7 B parameters in one pool of two GPUs, whose engines sleep and whose critic has adapters."""
     model = {"actor": {"path": f"hf://{_LARGE}", **of_actor}, "critic": {**_ADAPTERS, **of_critic}}
-    given = {"rollout": {"sleep": True}, **sections, "model": model | sections.get("model", {})}
+    given = {"rollout": {"sleep": True}, **sections, "model": {**model, **sections.get("model", {})}}
     return _workload(_LARGE, {"all": 2}, {}, tokens, **given)
 
 
@@ -130,7 +130,7 @@ def _without_offload(critic: Mapping[str, Any]) -> dict[str, Any]:
     return _large(
         24_576,
         _COMPILED,
-        _COMPILED | _PLAIN | critic,
+        {**_COMPILED, **_PLAIN, **critic},
         critic={"maxTokensPerGPU": 6_144},
         rollout={"sleep": True, "gpuMemoryUtilization": 0.25},
     )

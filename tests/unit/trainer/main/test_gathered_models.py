@@ -24,8 +24,8 @@ def actors(spec: PPOJobSpec, *gpu_gb: float) -> list[bool]:
 
 
 def around(needed_gb: float) -> tuple[float, float]:
-    """Sizes of a GPU that just cannot and just can hold so much with a plan's known error of 13 %."""
-    return 1.13 * needed_gb - 0.1, 1.13 * needed_gb + 0.1
+    """Sizes of a GPU that just cannot and just can hold so much with a plan's known error of 15 %."""
+    return 1.15 * needed_gb - 0.1, 1.15 * needed_gb + 0.1
 
 
 def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -> None:
@@ -47,9 +47,9 @@ def test_on_one_gpu_a_gathered_model_has_no_second_gradients_and_a_frozen_one_no
 
 
 def test_an_engine_that_is_awake_takes_the_room_of_what_would_stay_gathered() -> None:
-    # It takes 30 %, beside 14 GB and 4.5 for CUDA: together 18.5 GB and 34 % of what a GPU holds with the known error.
+    # It takes 30 %, beside 14 GB and 4.5 for CUDA: together 18.5 GB and 35 % of what a GPU holds with the known error.
     engine = {"gpuMemoryUtilization": 0.3, "sleep": False}
-    assert actors(spec_of(rollout=engine), *around(18.5 / (1 - 0.3 * 1.13))) == [False, True]
+    assert actors(spec_of(rollout=engine), *around(18.5 / (1 - 0.3 * 1.15))) == [False, True]
 
 
 @pytest.mark.parametrize("uses_gpu", [False, True])

@@ -41,7 +41,7 @@ def words(found: Plan) -> str:
 
 @pytest.mark.parametrize(
     ("share", "verdict"),
-    [(0.5, "fits"), (0.88, "fits"), (0.89, "close"), (0.999, "close"), (1.01, "does not fit")],
+    [(0.5, "fits"), (0.86, "fits"), (0.88, "close"), (0.999, "close"), (1.01, "does not fit")],
 )
 def test_the_verdict_by_the_share_of_the_gpu(tmp_path: Path, share: float, verdict: str) -> None:
     found = plan(tmp_path, close_gpu(tmp_path, share, rollout=AWAKE), rollout=AWAKE)
@@ -57,7 +57,7 @@ def test_a_close_plan_says_how_much_more_was_needed_and_what_to_change(tmp_path:
     found = plan(tmp_path, close_gpu(tmp_path, 0.99, rollout=AWAKE), rollout=AWAKE)
     printed = words(found)
     assert printed.startswith("The job is close. Pool all is planned at ")
-    assert "GB, and measured pools used up to 13% more than planned: it may run out of memory without" in printed
+    assert "GB, and measured pools used up to 15% more than planned: it may run out of memory without" in printed
     assert "GB: close" in printed
     assert "fits" not in printed.split("host memory")[0]
     assert "  change rollout.sleep: true (frees " in printed

@@ -108,9 +108,9 @@ def test_a_group_that_divides_a_sequence_may_have_fewer_tokens_than_the_sequence
 
 
 def test_a_phase_that_may_take_longer_than_its_limit_is_named(tmp_path: Path) -> None:
-    long = {"maxResponseLength": 960}
-    assert list(phases_beyond_limit(plan(tmp_path, data=long))) == []
-    notes = list(phases_beyond_limit(plan(tmp_path, trainer={"totalSteps": 1, "phaseTimeoutSeconds": 1}, data=long)))
+    long: dict[str, Any] = {"data": {"maxResponseLength": 960}, "rollout": {"samplesPerPrompt": 8}}
+    assert list(phases_beyond_limit(plan(tmp_path, **long))) == []
+    notes = list(phases_beyond_limit(plan(tmp_path, trainer={"totalSteps": 1, "phaseTimeoutSeconds": 1}, **long)))
     assert any(note.startswith("gen may take ") and "trainer.phaseTimeoutSeconds (1) ends" in note for note in notes)
 
 

@@ -53,8 +53,8 @@ def test_attention_takes_what_remained_of_the_measured_run(tmp_path: Path) -> No
     pairs."""
     found = plan(tmp_path)
     phases = ("old_log_prob", "update_actor")
-    even = {"operations": {"old_log_prob": 1e18, "update_actor": 1e18}, "gpus": dict.fromkeys(phases, 2)}
-    short = replace(work_of(found), **even, pairs={})
+    operations, gpus = dict.fromkeys(phases, 1e18), dict.fromkeys(phases, 2)
+    short = replace(work_of(found), operations=operations, gpus=gpus, pairs={})
     long = replace(short, pairs={"old_log_prob": 3e17, "update_actor": 9e17})
     runs = [
         TimedRun(short, dict.fromkeys(phases, 2.0), H200),

@@ -91,7 +91,7 @@ def test_passes_stay_as_large_as_they_are_if_they_fit(tmp_path: Path) -> None:
 def test_a_close_plan_is_not_proposed(tmp_path: Path) -> None:
     """The actor with 8192 tokens would need 107 GB with 9 GB of processes."""
     spacious, close = (
-        changes(planned(write_job(tmp_path), replace(H200, memory=size))[1])[0] for size in (123e9, 118e9)
+        changes(planned(write_job(tmp_path), replace(H200, memory=size))[1])[0] for size in (126e9, 121e9)
     )
     assert spacious == {ACTOR: False, TOKENS["actor"]: 8192}
     assert close == {ACTOR: False, TOKENS["actor"]: 4096}
