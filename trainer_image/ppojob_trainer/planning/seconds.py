@@ -200,9 +200,12 @@ def _seconds_of_pairs(runs: Sequence[TimedRun]) -> float:
     """Return what attention takes beyond the rate of other operations: GPU-seconds for as many of its operations as the
     GPU has in a second by its data sheet; 0 if no run has long sequences.
     """
-    long = [run for run in runs if run.workload.is_long and not run.workload.has_experts]
-    scaled = {id(run): {phase: size / run.gpu.peak_flops for phase, size in run.workload.pairs.items()} for run in long}
-    return _rate_of_remainder(runs, lambda run: scaled.get(id(run), {}))
+
+    def sizes(run: TimedRun) -> dict[str, float]:
+        is_seen = run.workload.is_long and not run.workload.has_experts
+        return {phase: size / run.gpu.peak_flops for phase, size in run.workload.pairs.items() if is_seen}
+
+    return _rate_of_remainder(runs, sizes)
 
 
 def _rate_of_remainder(runs: Sequence[TimedRun], sizes: Callable[[TimedRun], Mapping[str, float]]) -> float:

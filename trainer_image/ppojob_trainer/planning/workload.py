@@ -173,7 +173,7 @@ def _operations(spec: PPOJobSpec, role: PlannedRole, measured: Measured, *, is_u
     backward = 1 if role.trained.lora is not None else 2
     of_adapters = 2 * measured.layer_adapters * tokens
     trained = matrices * (1 + again + backward) + of_adapters + output * (2 + backward)
-    pairs *= 1 + again + 2
+    pairs *= 3 + again
     return spec.algorithm.epochs * (trained + pairs), spec.algorithm.epochs * pairs
 
 

@@ -1,5 +1,6 @@
 """Plans whose roles need memory that was made up, so that sums can be computed by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.gpus import GPUS, Gpu
 from ppojob_trainer.planning.roles import PlannedRole
 from ppojob_trainer.planning.work import Measured, Work
+from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import job, write_config
 
 MB = 10**6
@@ -36,3 +38,9 @@ def of_roles(found: Plan) -> tuple[dict[str, PlannedRole], dict[str, Measured]]:
         {name: one.role for name, one in found.roles.items()},
         {name: one.measured for name, one in found.roles.items()},
     )
+
+
+def work_of(found: Plan, **changes: Any) -> Workload:
+    """Return the work of a plan's step; `changes`: of what was measured of each role."""
+    roles, measured = of_roles(found)
+    return workload_of(found.spec, roles, {name: replace(one, **changes) for name, one in measured.items()})

@@ -17,10 +17,9 @@ from ppojob_trainer.planning.report import as_json, as_text
 from ppojob_trainer.planning.seconds import TimedRun, seconds_of
 from ppojob_trainer.planning.traffic import links_of
 from ppojob_trainer.planning.work import Measured, Traffic, Work
-from ppojob_trainer.planning.workload import Workload, workload_of
 from tests.unit.trainer.planning.jobs import job, write_config
 from tests.unit.trainer.planning.measured import measure
-from tests.unit.trainer.planning.stubs import H200, OF_ROLE, plan, stub
+from tests.unit.trainer.planning.stubs import H200, OF_ROLE, plan, stub, work_of
 from tests.unit.trainer.planning.test_role_memory import work as role_work
 
 CHUNK = 6
@@ -103,11 +102,6 @@ def outside_plan(folder: Path, traffic: Traffic, **sections: Any) -> Plan:
 
     spec = job(write_config(folder), **sections)
     return plan_job(spec, {pool.name: H200 for pool in spec.pools}, runner=runner)
-
-
-def work_of(found: Plan) -> Workload:
-    roles = {name: one.role for name, one in found.roles.items()}
-    return workload_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
 
 
 def test_bytes_and_seconds_by_hand(tmp_path: Path) -> None:

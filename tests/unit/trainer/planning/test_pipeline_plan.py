@@ -2,7 +2,6 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from ppojob_trainer.planning import Plan, plan_job
 from ppojob_trainer.planning.report import as_json, as_text
 from ppojob_trainer.planning.seconds import TimedRun, idle_shares, seconds_of
 from ppojob_trainer.planning.work import Measured, Work
-from ppojob_trainer.planning.workload import workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config
 from tests.unit.trainer.planning.measured import measure
-from tests.unit.trainer.planning.stubs import H200, plan, stub
+from tests.unit.trainer.planning.stubs import H200, plan, stub, work_of
 
 
 def test_a_pipeline_is_planned_with_as_many_micro_batches_as_stages(tmp_path: Path) -> None:
@@ -56,8 +54,7 @@ def test_stages_wait_for_one_another_in_passes_and_updates(tmp_path: Path) -> No
     longer = idle_of(plan(tmp_path, actor={**actor, "maxTokensPerGPU": 128}))
     assert longer == pytest.approx({"old_log_prob": 2 / 34, "ref": 2 / 34, "update_actor": 1 / 33})
 
-    measured = {name: replace(one.measured, layer_parameters=1e9) for name, one in found.roles.items()}
-    work = workload_of(found.spec, {name: one.role for name, one in found.roles.items()}, measured)
+    work = work_of(found, layer_parameters=1e9)
     runs = [TimedRun(work, dict.fromkeys(work.operations, 2.0), H200)]
     without = seconds_of(found.spec, work, H200, runs).phases
     with_stages = seconds_of(found.spec, work, H200, runs, idle).phases

@@ -17,10 +17,10 @@ from ppojob_trainer.planning.plan import _exported
 from ppojob_trainer.planning.report import as_json, as_text, phases_beyond_limit
 from ppojob_trainer.planning.seconds import TimedRun, seconds_of
 from ppojob_trainer.planning.work import Measured, Work
-from ppojob_trainer.planning.workload import Workload, workload_of
+from ppojob_trainer.planning.workload import workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, VOCABULARY, job, write_config, write_experts
 from tests.unit.trainer.planning.measured import measure, measure_parameters
-from tests.unit.trainer.planning.stubs import H200, MB, of_roles, plan, stub
+from tests.unit.trainer.planning.stubs import H200, MB, of_roles, plan, stub, work_of
 
 
 def test_every_role_is_in_the_sum_of_its_pool(tmp_path: Path) -> None:
@@ -190,9 +190,7 @@ def test_each_writer_of_an_export_holds_one_file(
 def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
     """A run predicts itself; twice the operations take about twice as long."""
     found = plan(tmp_path)
-    roles = {name: one.role for name, one in found.roles.items()}
-    measured = {name: replace(one.measured, layer_parameters=1e9) for name, one in found.roles.items()}
-    work = workload_of(found.spec, roles, measured)
+    work = work_of(found, layer_parameters=1e9)
     assert set(work.operations) == {"old_log_prob", "values", "ref", "update_critic", "update_actor"}
     seconds = {**dict.fromkeys(work.operations, 2.0), "gen": 5.0}
     again = seconds_of(found.spec, work, H200, [TimedRun(work, seconds, H200)])
@@ -207,9 +205,7 @@ def test_seconds_are_those_of_the_measured_runs(tmp_path: Path) -> None:
 def test_an_update_has_three_times_the_operations_of_a_pass_and_what_is_computed_again(tmp_path: Path) -> None:
     def operations(**model: Any) -> dict[str, float]:
         found = plan(tmp_path, model={"actor": {"path": write_config(tmp_path)}, "critic": model})
-        measured = {name: replace(one.measured, layer_parameters=1e9) for name, one in found.roles.items()}
-        work: Workload = workload_of(found.spec, {name: one.role for name, one in found.roles.items()}, measured)
-        return dict(work.operations)
+        return dict(work_of(found, layer_parameters=1e9).operations)
 
     plain, again, adapters = (
         operations(gradientCheckpointing=False),

@@ -14,9 +14,9 @@ from ppojob_trainer.planning.comparison import timed_runs
 from ppojob_trainer.planning.gpus import GPUS
 from ppojob_trainer.planning.seconds import TimedRun, seconds_of
 from ppojob_trainer.planning.work import Measured, Work
-from ppojob_trainer.planning.workload import Workload, workload_of
+from ppojob_trainer.planning.workload import workload_of
 from tests.unit.trainer.planning.jobs import HIDDEN, job, write_config, write_experts
-from tests.unit.trainer.planning.stubs import H200, plan, stub
+from tests.unit.trainer.planning.stubs import H200, plan, stub, work_of
 
 SEQUENCES, LENGTH, EXPERT_LAYERS, OF_A_TOKEN = 32, 128, 3, 2
 
@@ -29,11 +29,6 @@ def mixture(folder: Path, **sections: Any) -> Plan:
 
     spec = job(write_experts(folder), **sections)
     return plan_job(spec, {"all": H200}, runner=runner)
-
-
-def work_of(found: Plan) -> Workload:
-    roles = {name: one.role for name, one in found.roles.items()}
-    return workload_of(found.spec, roles, {name: one.measured for name, one in found.roles.items()})
 
 
 def test_rows_by_hand(tmp_path: Path) -> None:

@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ppojob_trainer.planning import Plan
 from ppojob_trainer.planning.comparison import timed_runs
 from ppojob_trainer.planning.gpus import GPUS
 from ppojob_trainer.planning.seconds import TimedRun, seconds_of
-from ppojob_trainer.planning.workload import Workload, workload_of
+from ppojob_trainer.planning.workload import Workload
 from tests.unit.trainer.planning.jobs import write_config
-from tests.unit.trainer.planning.stubs import H200, plan
+from tests.unit.trainer.planning.stubs import H200, plan, work_of
 
 SEQUENCES, LENGTH, LAYERS, WIDTH = 32, 128, 3, 128
-
-
-def work_of(found: Plan, layer_parameters: float = 1e9) -> Workload:
-    roles = {name: one.role for name, one in found.roles.items()}
-    measured = {name: replace(one.measured, layer_parameters=layer_parameters) for name, one in found.roles.items()}
-    return workload_of(found.spec, roles, measured)
 
 
 def test_pairs_by_hand(tmp_path: Path) -> None:
@@ -27,7 +20,7 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     critic = {"lora": {"rank": 4}}
     found = plan(tmp_path, model={"actor": {"path": write_config(tmp_path)}, "critic": critic})
     of_pass = 2 * LAYERS * WIDTH * SEQUENCES * LENGTH**2
-    work = work_of(found)
+    work = work_of(found, layer_parameters=1e9)
     # The critic trains adapters alone, and attention has no matrices that could be frozen.
     assert work.pairs == {
         "old_log_prob": of_pass,
@@ -45,7 +38,7 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
 def test_sequences_are_long_if_attention_is_a_large_part(
     tmp_path: Path, layer_parameters: float, is_long: bool
 ) -> None:
-    assert work_of(plan(tmp_path), layer_parameters).is_long == is_long
+    assert work_of(plan(tmp_path), layer_parameters=layer_parameters).is_long == is_long
 
 
 def test_attention_takes_what_remained_of_the_measured_run(tmp_path: Path) -> None:
@@ -54,7 +47,7 @@ def test_attention_takes_what_remained_of_the_measured_run(tmp_path: Path) -> No
     found = plan(tmp_path)
     phases = ("old_log_prob", "update_actor")
     operations, gpus = dict.fromkeys(phases, 1e18), dict.fromkeys(phases, 2)
-    short = replace(work_of(found), operations=operations, gpus=gpus, pairs={})
+    short = replace(work_of(found, layer_parameters=1e9), operations=operations, gpus=gpus, pairs={})
     long = replace(short, pairs={"old_log_prob": 3e17, "update_actor": 9e17})
     runs = [
         TimedRun(short, dict.fromkeys(phases, 2.0), H200),
@@ -69,7 +62,7 @@ def test_attention_takes_what_remained_of_the_measured_run(tmp_path: Path) -> No
 
 def test_attention_is_scaled_by_the_arithmetic_of_the_gpu(tmp_path: Path) -> None:
     found = plan(tmp_path)
-    short = replace(work_of(found), operations={"ref": 1e18}, gpus={"ref": 2}, pairs={})
+    short = replace(work_of(found, layer_parameters=1e9), operations={"ref": 1e18}, gpus={"ref": 2}, pairs={})
     long = replace(short, pairs={"ref": 9e17})
     runs = [TimedRun(short, {"ref": 1.0}, H200), TimedRun(long, {"ref": 3.0}, H200)]
     of_attention = [
@@ -96,7 +89,7 @@ def test_a_decoding_step_takes_longer_with_more_sequences(tmp_path: Path) -> Non
     """Three milliseconds of the host for 100 sequences and five for 200, beside the GPU's own; a slow host hardly
     counts."""
     found = plan(tmp_path)
-    work = replace(work_of(found), decode_steps=1000, decode_bytes=0.0, decode_operations=0.0)
+    work = replace(work_of(found, layer_parameters=1e9), decode_steps=1000, decode_bytes=0.0, decode_operations=0.0)
     few, many, more, slow = (replace(work, decode_sequences=number) for number in (100, 200, 300, 150))
     on_gpu = replace(many, decode_bytes=H200.bandwidth / 1000, decode_operations=H200.peak_flops / 500)
     runs = [TimedRun(one, {"gen": one.decode_sequences / 50 + 1}, H200) for one in (few, many, more)]
@@ -114,7 +107,7 @@ def test_a_decoding_step_takes_longer_with_more_sequences(tmp_path: Path) -> Non
 def test_work_of_decoding_by_hand(tmp_path: Path) -> None:
     """32 sequences on two engines of a GPU each, of which an engine takes eight at once."""
     found = plan(tmp_path, rollout={"maxNumSeqs": 8})
-    work = work_of(found)
+    work = work_of(found, layer_parameters=1e9)
     actor = found.roles["actor"].role.config
     assert work.decode_sequences == 8
     assert work.decode_operations == 8 * 2 * (1e9 + actor.vocab_size * actor.hidden_size)
