@@ -5,8 +5,8 @@
 
 Every layout (`layouts` has their names) is a real `ppojob run` in processes of its own. The figures are medians over
 the steps after the warm-up. With --verl the peer verl does the same work on the same GPUs afterwards, and stands beside
-them. After them comes what the cost model predicts from each layout for every other one. Run again with the same
-output, it goes on: runs of the same jobs are read, not repeated.
+them; without a critic, also with its own one-step-off schedule. After them comes what the cost model predicts from each
+layout for every other one. Run again with the same output, it goes on: runs of the same jobs are read, not repeated.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.bench.generation import measure_alone
 from tests.bench.layouts import Layout, layout, layouts
 from tests.bench.measurement import WARM_UP_STEPS, Result, Run, measure, spec_of
 from tests.bench.verl_run import NoVerlError, Verl, find, measure_verl
+from tests.bench.verl_settings import schedules
 
 _MANY_STEPS = 1_000_000
 
@@ -46,14 +47,18 @@ def main() -> None:
         if workload.needs_reward_model(sections):
             workload.prepare_reward_model(data, size)
         job = _job(data, size, sections, arguments)
-        results.append(measure(name, job, output / name, stop_after=arguments.steps if arguments.no_save else None))
+        if arguments.no_save:
+            results.append(measure(name, _without_end(job), output / name, stop_after=arguments.steps))
+        else:
+            results.append(measure(name, job, output / name))
         console.print(f"{name}: {results[-1].step_s:.3f} s a step")
     alone = _alone(results, size, output) if arguments.engine_alone else {}
     runs: list[Run] = [*results]
     if arguments.verl is not None:
-        job = _job(data, size, layout("colocated", arguments.gpus), arguments)
-        runs.append(measure_verl(arguments.verl, spec_of(job), size, output / "verl"))
-        console.print(f"{runs[-1].name}: {runs[-1].step_s:.3f} s a step")
+        spec = spec_of(_job(data, size, layout("colocated", arguments.gpus), arguments))
+        for schedule in schedules(spec):
+            runs.append(measure_verl(arguments.verl, spec, size, output / schedule.module, schedule))
+            console.print(f"{runs[-1].name}: {runs[-1].step_s:.3f} s a step")
     console.print(report.table(runs, size, alone))
     found = predictions.predictions(results)
     console.print(predictions.table(found))
@@ -85,10 +90,14 @@ def _job(data: Path, size: workload.Size, sections: Layout, arguments: argparse.
     """Return the job of a layout, as the command line wants it."""
     job = workload.job(data, size, sections, arguments.steps, arguments.device)
     workload.set_fields(job["spec"], arguments.set)
-    if arguments.no_save:
-        # More than are ever trained, so that no last save comes before the end; with other --steps, another job.
-        job["spec"]["trainer"]["totalSteps"] += _MANY_STEPS
     return job
+
+
+def _without_end(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the job with more steps than are ever trained, so that no last save comes before the run is ended."""
+    spec = job["spec"]
+    trainer = {**spec["trainer"], "totalSteps": spec["trainer"]["totalSteps"] + _MANY_STEPS}
+    return {**job, "spec": {**spec, "trainer": trainer}}
 
 
 def _found_gpus() -> int:
@@ -136,12 +145,6 @@ def _arguments() -> argparse.Namespace:
         )
     if arguments.prompt_tokens is not None and arguments.prompt_tokens <= workload.TEMPLATE_TOKENS:
         parser.error(f"--prompt-tokens {arguments.prompt_tokens}: give more than {workload.TEMPLATE_TOKENS}")
-    if arguments.verl is not None and _changes(arguments):
-        parser.error(
-            "--prompts, --prompt-tokens, --response-tokens, --contrast: verl is measured with workload W alone"
-        )
-    if arguments.verl is not None and arguments.no_save:
-        parser.error("--no-save: verl ends after its last step, so it saves as we do without --no-save")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} do not count, so take more")
     if arguments.verl is not None:
@@ -151,9 +154,8 @@ def _arguments() -> argparse.Namespace:
 
 def _verl(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Verl:
     """Return verl; end the program where it is not there, or cannot do the work."""
-    if arguments.device != "CUDA" or arguments.lengths != "equal":
-        # It has no setting for strings that end a response.
-        parser.error("--verl: verl is measured with --device CUDA and --lengths equal alone")
+    if arguments.device != "CUDA":
+        parser.error("--verl: verl is measured with --device CUDA alone")
     try:
         return find(arguments.verl)
     except NoVerlError as error:

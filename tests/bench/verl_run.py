@@ -1,4 +1,4 @@
-"""verl's PPO on the benchmark's work, as a separate process in an interpreter that has verl. Called by `bench_split`.
+"""verl on the benchmark's work, as a separate process in an interpreter that has verl. Called by `bench_split`.
 
 Nothing of verl is changed, and nothing of it is imported here. Its metrics are read from what its file logger writes:
 a line of JSON for each step, with the names that we use too. A step's time is verl's: it does not include the work
@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from tests.bench.measurement import WARM_UP_STEPS, Run
-from tests.bench.verl_settings import overrides
+from tests.bench.verl_settings import COLOCATED, Schedule, overrides
 from tests.bench.whole_run import RUN_LIMIT_S
 from tests.bench.workload import Size
 
@@ -91,18 +91,19 @@ def _absent(python: str, reason: str) -> str:
     )
 
 
-def measure_verl(verl: Verl, spec: PPOJobSpec, size: Size, folder: Path) -> Run:
+def measure_verl(verl: Verl, spec: PPOJobSpec, size: Size, folder: Path, schedule: Schedule = COLOCATED) -> Run:
     """Run verl to its end; a finished run of the same settings in the folder is read, not repeated.
 
     Args:
         spec: the job with all roles in one pool; resolved.
+        schedule: how verl trains it.
 
     Raises:
         RuntimeError: it failed, or took too long; the message says where its log is.
     """
     finished, file = folder / "finished.json", folder / "settings.json"
     prompts = folder / "prompts.parquet"
-    arguments = overrides(spec, size, prompts, folder)
+    arguments = ["-m", schedule.module, *overrides(spec, size, prompts, folder, schedule)]
     text = json.dumps([verl.version, *arguments], indent=1)
     if not (finished.exists() and file.read_text(encoding="utf-8") == text):
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +111,7 @@ def measure_verl(verl: Verl, spec: PPOJobSpec, size: Size, folder: Path) -> Run:
         file.write_text(text, encoding="utf-8")
         write_prompts(spec, prompts)
         finished.write_text(json.dumps({"first_step_s": _run(verl, arguments, folder)}), encoding="utf-8")
-    return read(verl.name, folder)
+    return read(verl.name + schedule.name, folder)
 
 
 def write_prompts(spec: PPOJobSpec, target: Path) -> None:
@@ -135,7 +136,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def _run(verl: Verl, arguments: Sequence[str], folder: Path) -> float:
     """Run it, end all that it started, and return the seconds until its first step was done."""
     log, metrics = folder / "log.txt", folder / "metrics.jsonl"
-    command = [verl.python, "-m", "verl.trainer.main_ppo", *arguments]
+    command = [verl.python, *arguments]
     environment = _environment(verl.python) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     with log.open("w", encoding="utf-8") as output:
         # A separate session, by which its Ray and vLLM's processes are found again.

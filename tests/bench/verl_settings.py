@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ppojob_api.v1alpha1.algorithm import KLControllerType
+from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLEstimator
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from tests.bench.workload import SHAPES, Size
 
@@ -48,16 +49,57 @@ _CORES, _CORES_PER_GPU = 12, 3
 _TRITON_MULTIPLE = 128
 
 
-def overrides(spec: PPOJobSpec, size: Size, prompts: Path, folder: Path) -> list[str]:
-    """Return the arguments of `verl.trainer.main_ppo` (Hydra overrides).
+@dataclass(frozen=True)
+class Schedule:
+    """One of verl's ways to train: the name of its column, its program, and the settings that belong to it.
+
+    is_apart: half of the GPUs generate, and the others train.
+    """
+
+    name: str
+    module: str
+    is_apart: bool
+    settings: Mapping[str, Any]
+
+
+COLOCATED: Final = Schedule("", "verl.trainer.main_ppo", False, {})
+ONE_STEP_OFF: Final = Schedule(
+    ", one step off",
+    "verl.experimental.one_step_off_policy.main_ppo",
+    True,
+    {
+        # Its settings name a folder of verl's source for those that they change.
+        "hydra.searchpath": ["pkg://verl.trainer.config"],
+        "actor_rollout_ref.hybrid_engine": False,
+        # It needs them to train without the trainer's old log-probs.
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+    },
+)
+"""verl's "one step off policy": the step's responses come from the weights before the last update."""
+
+
+def overrides(spec: PPOJobSpec, size: Size, prompts: Path, folder: Path, schedule: Schedule = COLOCATED) -> list[str]:
+    """Return the arguments of the schedule's program (Hydra overrides).
 
     Args:
-        spec: the job with all roles in one pool, which is the one placement that verl has; resolved.
+        spec: the job with all roles in one pool; resolved.
         prompts: in verl's columns.
         folder: where verl may write.
     """
-    chosen = {**TUNED, **_work(spec, prompts), **_budgets(spec, size), **_folders(folder)}
+    work = {**_work(spec, prompts), **_budgets(spec, size), **_gpus(spec, schedule)}
+    chosen = {**TUNED, **work, **_folders(folder), **schedule.settings}
     return [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
+
+
+def schedules(spec: PPOJobSpec) -> list[Schedule]:
+    """Return the schedules that verl has for a job.
+
+    Without a critic and with at least two GPUs, that is also the one in which generation and training take turns no
+    longer.
+    """
+    is_critic_less = spec.algorithm.advantage_estimator is not AdvantageEstimator.GAE
+    gpus = sum(pool.gpus for pool in spec.pools)
+    return [COLOCATED, ONE_STEP_OFF] if is_critic_less and gpus > 1 else [COLOCATED]
 
 
 def _work(spec: PPOJobSpec, prompts: Path) -> dict[str, Any]:
@@ -66,11 +108,9 @@ def _work(spec: PPOJobSpec, prompts: Path) -> dict[str, Any]:
     reward = spec.reward.function
     assert reward is not None, "the workload's rewards are of a function"
     assert kl.controller.type is KLControllerType.FIXED, "the workload has a fixed coefficient"
-    steps, gpus = spec.trainer.total_steps, sum(pool.gpus for pool in spec.pools)
+    assert kl.loss_estimator is KLEstimator.K3, "the workload has verl's default"
+    steps = spec.trainer.total_steps
     return {
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": gpus,
-        "ray_kwargs.ray_init.num_cpus": max(os.cpu_count() or 1, _CORES + _CORES_PER_GPU * gpus),
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": steps,
         "actor_rollout_ref.model.path": spec.model.actor.path,
@@ -87,11 +127,29 @@ def _work(spec: PPOJobSpec, prompts: Path) -> dict[str, Any]:
         "algorithm.adv_estimator": spec.algorithm.advantage_estimator.name.lower(),
         "algorithm.use_kl_in_reward": kl.in_reward,
         "algorithm.kl_ctrl.kl_coef": kl.controller.coefficient,
+        "actor_rollout_ref.actor.use_kl_loss": kl.in_loss,
+        "actor_rollout_ref.actor.kl_loss_coef": kl.loss_coefficient,
+        "actor_rollout_ref.rollout.n": rollout.samples_per_prompt,
         "actor_rollout_ref.actor.ppo_mini_batch_size": spec.actor.mini_batch_size,
         "critic.ppo_mini_batch_size": spec.critic.mini_batch_size,
         "actor_rollout_ref.rollout.ignore_eos": rollout.ignore_eos,
         "actor_rollout_ref.rollout.calculate_log_probs": rollout.log_probs,
     }
+
+
+def _gpus(spec: PPOJobSpec, schedule: Schedule) -> dict[str, Any]:
+    """Return which GPUs there are, and what verl's actors may have of the processors."""
+    gpus = sum(pool.gpus for pool in spec.pools)
+    found = {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": gpus,
+        "ray_kwargs.ray_init.num_cpus": max(os.cpu_count() or 1, _CORES + _CORES_PER_GPU * gpus),
+    }
+    if not schedule.is_apart:
+        return found
+    rollout = gpus // 2
+    apart = {"trainer.n_gpus_per_node": gpus - rollout, "rollout.nnodes": 1, "rollout.n_gpus_per_node": rollout}
+    return found | apart
 
 
 def _budgets(spec: PPOJobSpec, size: Size) -> dict[str, Any]:

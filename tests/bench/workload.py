@@ -2,7 +2,8 @@
 
 A Qwen2 of 0.5B, 1.5B, 7B or 32B (random weights, vocabulary 151,936), prompts of exactly 130 tokens, responses of
 exactly 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minibatches, bfloat16, gradient
-checkpointing. verl does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do.
+checkpointing. verl does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do:
+the model's generation settings have many tokens that end a sequence.
 `30B-A3B` is a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as
 large, and `7B-A1B` one with the layers and experts of OLMoE-1B-7B.
 Called by `bench_split` and `bench_host_memory`.
@@ -151,8 +152,13 @@ def prepare(folder: Path, size: Size, num_steps: int, *, layers: int | None = No
     Raises:
         RuntimeError: the model could not be made.
     """
-    if (folder / "finished").exists():
-        return
+    if not (folder / "finished").exists():
+        _prepare(folder, size, num_steps, layers)
+    # Each time: the folder may be that of a run with other lengths.
+    _write_ends(folder / "model", size)
+
+
+def _prepare(folder: Path, size: Size, num_steps: int, layers: int | None) -> None:
     shape = SHAPES[size.shape] | ({} if layers is None else {"num_hidden_layers": layers})
     # In a separate process, so that the GPU's memory is free before a run begins.
     maker = multiprocessing.get_context("spawn").Process(target=_write_model, args=(folder / "model", size, shape))
@@ -271,22 +277,20 @@ def let_repeat(folder: Path, share: float) -> None:
     _let_others_read(folder / "model")
 
 
-def stops(size: Size) -> list[str]:
-    """Return strings that end a response at each token with the same chance: its length is geometric, and cut.
-
-    Random weights draw nearly all tokens equally often, and the vocabulary's fillers have numbers in their names: a
-    prefix of a name stands for all fillers whose number begins so.
+def ends(size: Size) -> list[int]:
+    """Return the tokens that end a varied response: each token of it is one of them with the same probability, because
+    random weights draw nearly all tokens equally often. So its length is geometric, and cut.
     """
-    fillers = [str(number) for number in range(_num_fillers(size))]
-    wanted = size.vocabulary / (VARIED_MEAN * size.response_tokens)
-    digits = max(2, len(fillers[-1]) - 2)
-    found: list[str] = []
-    for first in range(10 ** (digits - 1), 10**digits):
-        if wanted <= 0:
-            break
-        found.append(f"<filler {first}")
-        wanted -= sum(number.startswith(str(first)) for number in fillers)
-    return found
+    number = max(1, round(size.vocabulary / (VARIED_MEAN * size.response_tokens)))
+    end_of_text = _NUM_BYTES + _num_fillers(size)
+    return [end_of_text, *range(_NUM_BYTES, _NUM_BYTES + number - 1)]
+
+
+def _write_ends(model: Path, size: Size) -> None:
+    """Write the tokens that end a response where engines read them: into the model's generation settings."""
+    file = model / "generation_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"eos_token_id": ends(size)}
+    file.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def _num_fillers(size: Size) -> int:
@@ -322,8 +326,7 @@ def job(folder: Path, size: Size, layout: Mapping[str, Any], num_steps: int, dev
         "actor": {"miniBatchSize": minibatch, "maxTokensPerGPU": 49_152},
         "critic": {"miniBatchSize": minibatch, "maxTokensPerGPU": 49_152},
         "rollout": {
-            "ignoreEos": True,
-            "stop": stops(size) if size.is_varied else [],
+            "ignoreEos": not size.is_varied,
             "gpuMemoryUtilization": 0.4,
             "sleep": False,
             "maxNumSeqs": 256,

@@ -16,8 +16,9 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from tests.bench import bench_split, report, verl_run, workload
 from tests.bench.layouts import layout
 from tests.bench.measurement import Result, Run, spec_of
+from tests.bench.verl_attention import flash_attn_2_cuda
 from tests.bench.verl_run import NoVerlError, Verl, find, measure_verl, read
-from tests.bench.verl_settings import overrides
+from tests.bench.verl_settings import COLOCATED, ONE_STEP_OFF, Schedule, overrides, schedules
 
 TINY = workload.Size("tiny", 8, 16, 16, 512)
 # Of verl 0.9.1: `FileLogger.log` writes the step and all metrics as orjson does, and what is not finite as null.
@@ -47,8 +48,8 @@ def program(folder: Path, text: str) -> str:
     return str(file)
 
 
-def settings(spec: PPOJobSpec, size: workload.Size) -> dict[str, Any]:
-    found = [one.split("=", 1) for one in overrides(spec, size, Path("/w/prompts.parquet"), Path("/w/verl"))]
+def settings(spec: PPOJobSpec, size: workload.Size, schedule: Schedule = COLOCATED) -> dict[str, Any]:
+    found = [one.split("=", 1) for one in overrides(spec, size, Path("/w/prompts.parquet"), Path("/w/verl"), schedule)]
     return {name: json.loads(value) for name, value in found}
 
 
@@ -87,6 +88,52 @@ def test_what_is_set_for_our_layouts_is_set_for_it() -> None:
     assert found["critic.model.enable_gradient_checkpointing"] is True
     assert found["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == 16_384
     assert found["+critic.ppo_infer_max_token_len_per_gpu"] == 49_152
+
+
+def grpo(gpus: int) -> PPOJobSpec:
+    raw = workload.job(Path("/w"), TINY, layout("colocated", gpus), 5, "CUDA")
+    raw["spec"]["algorithm"] = {"advantageEstimator": "GRPO", "kl": {"inLoss": True}}
+    raw["spec"]["rollout"]["samplesPerPrompt"] = 8
+    return spec_of(raw)
+
+
+def test_grpo_has_groups_and_the_kl_in_the_loss() -> None:
+    found = settings(grpo(2), TINY)
+
+    wanted = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": False,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.rollout.n": 8,
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_one_step_off_has_half_of_the_gpus_for_generation() -> None:
+    found = settings(grpo(4), TINY, ONE_STEP_OFF)
+
+    gpus = {name: value for name, value in found.items() if name.endswith(("n_gpus_per_node", "hybrid_engine"))}
+    assert gpus == {
+        "trainer.n_gpus_per_node": 2,
+        "rollout.n_gpus_per_node": 2,
+        "actor_rollout_ref.hybrid_engine": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (job(Path("/w")), ["verl.trainer.main_ppo"]),
+        (grpo(1), ["verl.trainer.main_ppo"]),
+        (grpo(2), ["verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"]),
+    ],
+)
+def test_it_trains_one_step_off_where_generation_has_gpus_of_its_own_and_no_critic(
+    spec: PPOJobSpec, names: list[str]
+) -> None:
+    assert [schedule.module for schedule in schedules(spec)] == names
 
 
 @pytest.mark.parametrize(("shape", "backend"), [("tiny", "torch"), ("0.5B", "triton"), ("1.5B", "triton")])
@@ -168,8 +215,7 @@ def test_an_interpreter_without_it_is_named(tmp_path: Path, text: str | None, re
     ("options", "message"),
     [
         (["--verl", "/none/python"], "--verl: /none/python cannot run verl"),
-        (["--verl", "--lengths", "varied"], "with --device CUDA and --lengths equal alone"),
-        (["--verl", "--device", "CPU"], "with --device CUDA and --lengths equal alone"),
+        (["--verl", "--device", "CPU"], "with --device CUDA alone"),
     ],
 )
 def test_the_benchmark_refuses_before_it_measures(
@@ -234,3 +280,13 @@ def test_a_run_that_fails_says_so_with_its_log(
 
     with pytest.raises(RuntimeError, match=f"verl 0.9.1 {reason}"):
         measure_verl(Verl(program(tmp_path, PREPARE + text), "0.9.1"), job(tmp_path), TINY, tmp_path / "verl")
+
+
+def test_attention_that_torch_does_not_have_is_refused() -> None:
+    some = torch.zeros(1)
+    arguments = [None, None, None, None, 1, 1, 0.0, 1.0, False, True, -1, -1]
+
+    with pytest.raises(NotImplementedError, match="softcap is not supported here"):
+        flash_attn_2_cuda.varlen_fwd(some, some, some, None, some, some, *arguments, 30.0, False, None)
+    with pytest.raises(NotImplementedError, match="only packed sequences"):
+        flash_attn_2_cuda.fwd(some)

@@ -1,13 +1,14 @@
 """What the benchmark asks for: valid jobs in every layout, and exactly the tokens that the workload is defined by."""
 
 import json
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ppojob_api.v1alpha1.training import Overlap
 from ppojob_api.v1alpha1.validation import parse_manifest
@@ -118,29 +119,30 @@ def test_contrast_makes_some_tokens_more_probable(tiny: Path, tmp_path: Path, sh
 
 @pytest.mark.parametrize("size", [TINY, workload.Size()])
 def test_varied_responses_end_by_chance(size: workload.Size) -> None:
-    names = [f"<filler {number}>" for number in range(size.vocabulary - 259)]
-    stops = workload.stops(size)
+    ends = workload.ends(size)
 
-    ending = sum(any(stop in name for stop in stops) for name in names)
-    assert len(stops) <= 16, "the spec takes no more"
+    assert len(set(ends)) == len(ends)
     # At each token, so that the mean length is 0.4 times the longest.
-    assert ending / size.vocabulary == pytest.approx(1 / (0.4 * size.response_tokens), rel=0.15)
+    assert len(ends) / size.vocabulary == pytest.approx(1 / (0.4 * size.response_tokens), rel=0.02)
 
 
-def test_a_filler_is_written_with_the_name_that_ends_a_response(tiny: Path) -> None:
+def test_the_tokens_that_end_a_response_are_in_the_models_generation_settings(tiny: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    assert tokenizer.decode([70, 256 + 101, 71]).count("<filler 101>") == 1
-    assert any(stop in "<filler 101>" for stop in workload.stops(TINY))
+    found = GenerationConfig.from_pretrained(tiny / "model").eos_token_id
+
+    assert found == workload.ends(TINY)
+    assert found[0] == tokenizer.eos_token_id
+    assert not set(found) & set(tokenizer("".join(string.ascii_letters)).input_ids)
 
 
 @pytest.mark.parametrize("is_varied", [False, True])
-def test_a_job_with_varied_lengths_ends_responses_by_strings(is_varied: bool) -> None:
+def test_only_varied_responses_may_end_early(is_varied: bool) -> None:
     size = replace(TINY, is_varied=is_varied)
 
     _, _, spec = parse_manifest(workload.job(Path("/w"), size, layout("colocated", 1), 3, "CUDA"))
 
-    assert spec.rollout.ignore_eos
-    assert spec.rollout.stop == (workload.stops(TINY) if is_varied else [])
+    assert spec.rollout.ignore_eos is not is_varied
+    assert spec.rollout.stop == []
 
 
 def test_the_least_times_of_workload_w_by_hand() -> None:
