@@ -156,7 +156,7 @@ def _exact(case: Case, inputs: list[Tensor], outer: Tensor) -> tuple[Tensor, tup
     """Return output and gradients of the first sequence in float32."""
     exact = [one.detach()[:, :, : case.length].float().requires_grad_() for one in inputs]
     # The trainer's code for processors: SDPA of each sequence.
-    output = attention._one_by_one(*exact, _segments(case, outer.device, 1), None, None)
+    output = attention._one_by_one(*exact, _segments(case, outer.device, 1), attention._Scores(None, None))
     gradients = torch.autograd.grad(output, exact, outer[:, : case.length].float())
     return output.detach(), gradients
 

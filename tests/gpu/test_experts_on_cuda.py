@@ -29,10 +29,11 @@ LIMIT_SECONDS = 400
 VOCABULARY = 257
 
 
-# Of the proportions of Qwen3-30B-A3B, Mixtral and DeepSeek-V3.
+# Of the proportions of Qwen3-30B-A3B, Mixtral, gpt-oss and DeepSeek-V3.
 ON_GPUS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "head_dim": 64},
     "mixtral": {"intermediate_size": 256, "head_dim": 64},
+    "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 256, "head_dim": 64},
     "deepseek_v3": {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 # Both compute in float32, in another order. The mean of the differences between probabilities.
 HEALTHY = 1e-4
 
-CHECKED, ALSO = ("qwen3_moe", "deepseek_v3"), ("mixtral",)
+CHECKED, ALSO = ("qwen3_moe", "deepseek_v3", "gpt_oss"), ("mixtral",)
 
 
 @pytest.fixture(scope="module", params=[*CHECKED, *(pytest.param(family, marks=pytest.mark.long) for family in ALSO)])

@@ -35,5 +35,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "rope_parameters": YARN,
     },
+    # vLLM computes YaRN for this family whatever the configuration says.
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "rope_parameters": {
+            **{name: value for name, value in YARN.items() if not name.startswith("mscale")},
+            "truncate": False,
+        },
+    },
     "mixtral": {"num_local_experts": 8, "intermediate_size": 32, "head_dim": 32},
 }

@@ -65,6 +65,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         push=Support.TESTED,
         tensor_parallel=Support.REFUSED,
     ),
+    "gpt_oss": Family(
+        "sliding windows, YaRN; checkpoints in bfloat16 alone",
+        push=Support.TESTED,
+        lora=Support.NOT_EXPERTS,
+        tensor_parallel=Support.REFUSED,
+    ),
     "mixtral": Family(
         "with and without sliding window",
         push=Support.TESTED,

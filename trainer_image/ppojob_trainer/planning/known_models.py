@@ -82,6 +82,18 @@ _MOONLIGHT: Final[dict[str, Any]] = {
 }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _shape("gpt_oss", 2880, 2880, layers, 64, 8) | {
+        "head_dim": 64,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    }
+
+
 def _latent(hidden: int, intermediate: int, layers: int, heads: int, of_family: dict[str, Any]) -> dict[str, Any]:
     shape = _shape("deepseek_v3", hidden, intermediate, layers, heads, heads)
     # The configuration computes it from the sizes of latent attention.
@@ -127,6 +139,9 @@ KNOWN_MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    # OpenAI's own repositories have quantized weights.
+    "unsloth/gpt-oss-20b-BF16": _gpt_oss(24, 32),
+    "unsloth/gpt-oss-120b-BF16": _gpt_oss(36, 128),
     "moonshotai/Moonlight-16B-A3B": _latent(2048, 11_264, 27, 16, _MOONLIGHT),
     # DeepSeek's own repository has quantized weights.
     "unsloth/DeepSeek-V3-bf16": _latent(7168, 18_432, 61, 128, _DEEPSEEK_V3),

@@ -122,7 +122,7 @@ def _counted(module: nn.Module, config: PretrainedConfig) -> Measured:
         layers = [part for part in backbone.modules() if isinstance(part, nn.ModuleList)][:1]
         shapes, value_head = _shapes(module), 0
         in_layers = [shape for part in layers for shape in _shapes(part)]
-    active = [(name, math.prod(shape) * active_share(shape, config)) for name, shape in in_layers]
+    active = [(name, math.prod(shape) * active_share(name, shape, config)) for name, shape in in_layers]
     return Measured(
         num_parameters=sum(math.prod(shape) for _, shape in shapes) + value_head,
         weights=0,

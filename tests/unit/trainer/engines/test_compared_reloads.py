@@ -10,7 +10,7 @@ from tests.unit.trainer.engines.test_reloaded_weights import LIMIT_SECONDS, foun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_SECONDS + 60)]
 
-MIXTURES = ("qwen3 moe", "mixtral", "deepseek v3")
+MIXTURES = ("qwen3 moe", "mixtral", "deepseek v3", "gpt oss")
 OTHERS = "vLLM's parameters are not version 7 of the weights"
 
 

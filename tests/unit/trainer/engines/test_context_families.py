@@ -17,7 +17,7 @@ from tests.unit.trainer.engines import option_ranks, peer_ranks
 from tests.unit.trainer.engines.test_engine_families import FAMILIES, SHAPE
 from tests.unit.trainer.engines.test_engine_peer_options import SAME_GRADIENTS
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
-from tests.unit.trainer.engines.tiny_experts import fill_router_biases, saved
+from tests.unit.trainer.engines.tiny_experts import fill_biases, saved
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH
 from tests.unit.trainer.engines.two_ranks import make_policy
 
@@ -43,7 +43,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, settings) in FAMILIES.items():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SHAPE, **settings}))
-        fill_router_biases(model)
+        fill_biases(model)
         saved(model, folder / name)
     return folder
 

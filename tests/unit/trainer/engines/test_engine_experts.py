@@ -191,7 +191,7 @@ def test_an_untrained_export_is_the_checkpoint(
     assert any(MIXTURES[family].of_hub in name for name in expected), "the experts are not in the hub's form"
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
-        rounded = tensor if name.endswith("bias") else tensor.bfloat16()
+        rounded = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
         assert stored[name].dtype == rounded.dtype, name
         assert torch.equal(stored[name].view(torch.uint8), rounded.view(torch.uint8)), name
     weights = policy.weights()
@@ -242,6 +242,11 @@ def operations_of_layers(family: str) -> tuple[int, int]:
     if family == "qwen3_moe":
         # It has norms of single heads, and a dense layer.
         return 3 * (attention + norms + 2 * 12) + 2 * (router + PER_TOKEN * expert) + dense, 3 * 48
+    if family == "gpt_oss":
+        # Linear layers and experts have biases, and each head has a sink.
+        attention += 48 + 2 * 24 + 48 + 4
+        expert += 2 * EXPERT_SIZE + 48
+        return 3 * (attention + norms + router + NUM_EXPERTS + PER_TOKEN * expert), 3 * 48
     if family == "deepseek_v3":
         # Queries and keys with values by way of latent vectors of 20 and 16 numbers, which have norms. Queries and keys
         # of a head have 12 numbers, of which the heads share 4 of the keys; values have 10.

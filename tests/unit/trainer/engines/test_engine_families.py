@@ -19,6 +19,7 @@ from ppojob_trainer.engines.train.batch import MicroBatchPlan, build_micro_batch
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+from ppojob_trainer.engines.train.fsdp.lora import add_adapters
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
 from ppojob_trainer.engines.train.fsdp.passes import Received
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -27,7 +28,7 @@ from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
-from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_router_biases
+from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_biases
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -58,6 +59,21 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SHORT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+GPT_OSS: dict[str, Any] = {
+    **MIXTURES["gpt_oss"].settings,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "rope_parameters": SHORT_YARN,
+}
 NO_CAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
 # The batches' sequences have up to 16 tokens, so a window of 4 hides most of the longer ones.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,6 +114,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, "rope_parameters": YARN, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
     ),
+    "gpt oss": ("gpt_oss", GPT_OSS),
+    "gpt oss with long windows": (
+        "gpt_oss",
+        {**GPT_OSS, "sliding_window": 64, "rope_parameters": {**SHORT_YARN, "factor": 2.0}},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4}),
     "qwen3 moe": ("qwen3_moe", EXPERTS),
@@ -114,8 +135,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             # Begin at 0 or 1, where a mistake would not be seen.
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach()[0]), std=0.2)
-    fill_router_biases(model)
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().flatten()[0]), std=0.2)
+    fill_biases(model)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -236,6 +257,20 @@ def test_stages_compute_what_the_whole_model_computes(parallel: ParallelMesh, pa
         ("deepseek_v3", {**LATENT, "rope_interleave": False}, "deepseek_v3 has rope_interleave=False"),
         ("deepseek_v3", {**LATENT, "attention_bias": True}, "deepseek_v3 has attention_bias=True"),
         ("qwen3_moe", {"router_jitter_noise": 0.1}, r"qwen3_moe has router_jitter_noise=0\.1"),
+        ("gpt_oss", {"swiglu_limit": 8.0}, r"gpt_oss has swiglu_limit=8\.0, .*: use a model .* has swiglu_limit=7\.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, r"gpt_oss has swiglu_alpha=1\.0"),
+        ("gpt_oss", {"attention_bias": False}, "gpt_oss has attention_bias=False"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention"] * 36},
+            "gpt_oss has layer_types full_attention, .* in every other",
+        ),
+        (
+            "gpt_oss",
+            {"rope_parameters": {**SHORT_YARN, "mscale": 0.7}},
+            r"gpt_oss has mscale=0\.7, .*: use .* no mscale$",
+        ),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "gpt_oss has rope_type=default"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict[str, Any], message: str) -> None:
@@ -249,7 +284,6 @@ def test_what_would_be_computed_otherwise_is_refused(family: str, settings: dict
         ("cohere", "cohere is not a supported family, because no test compares it with transformers"),
         ("mamba", "mamba is not a supported family"),
         ("olmoe", "olmoe is a mixture of experts that is not supported"),
-        ("gpt_oss", "gpt_oss is a mixture of experts that is not supported"),
         ("llama4_text", "llama4_text is a mixture of experts that is not supported"),
         ("t5", "t5 is not a causal language model of transformers"),
     ],
@@ -283,9 +317,21 @@ def test_the_table_has_the_families_of_these_tests() -> None:
 
 @pytest.mark.parametrize("column", ["lora", "pipeline"])
 def test_the_table_has_adapters_and_pipelines_of_the_families_of_these_tests(column: str) -> None:
-    """The tests of adapters and of stages are for each of them."""
-    tested = {name for name, family in support.FAMILIES.items() if getattr(family, column) is Support.TESTED}
+    """The tests of stages, and those of adapters on the attention, are for each of them."""
+    known = {Support.TESTED, Support.NOT_EXPERTS} if column == "lora" else {Support.TESTED}
+    tested = {name for name, family in support.FAMILIES.items() if getattr(family, column) in known}
     assert tested == {family for family, _ in FAMILIES.values()}
+
+
+def test_adapters_of_all_layers_are_refused_where_those_of_experts_would_be_missing() -> None:
+    missing = {name for name, family in support.FAMILIES.items() if family.lora is Support.NOT_EXPERTS}
+    assert missing == {"gpt_oss"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **{**SHAPE, **GPT_OSS}))
+
+    with pytest.raises(
+        ModelUnsupportedError, match=r"experts of gpt_oss cannot have .* to some of k_proj, o_proj, q_proj, v_proj$"
+    ):
+        add_adapters(model, model.base_model.layers, LoRA(rank=4))
 
 
 def test_the_table_has_the_families_that_are_refused_with_tensor_parallelism() -> None:

@@ -151,7 +151,8 @@ def compare(
         found, [hidden, weights, *(one for part in parts for one in part.parameters())], outer
     )
 
-    of_parameters = [torch.cat(of_ranks[2 + number :: 2]) for number in range(2)]
+    num_parameters = len(list(whole.parameters()))
+    of_parameters = [torch.cat(of_ranks[2 + number :: num_parameters]) for number in range(num_parameters)]
     all_found, all_expected = [found.detach(), *of_ranks[:2], *of_parameters], [expected.detach(), *gradients]
     for ours, theirs in zip(all_found, all_expected, strict=True):
         # Float32 sums in another order: first those of a rank, then over the ranks.

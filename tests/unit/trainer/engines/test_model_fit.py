@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from ppojob_api.v1alpha1.data import DataSpec
 from ppojob_api.v1alpha1.model import ActorModel, ModelSpec
@@ -117,6 +124,14 @@ def test_the_gpus_of_an_engine_have_equally_many_experts() -> None:
         check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=3, enable_expert_parallel=True))
     with pytest.raises(ModelMismatchError, match=r"rollout.tensorParallelSize 5 does not divide .*_heads 12: use a"):
         check_engine_parts(mixture, RolloutSpec(tensor_parallel_size=5))
+
+
+def test_key_heads_of_gpt_oss_are_not_repeated() -> None:
+    config = AutoConfig.for_model("gpt_oss", num_attention_heads=8, num_key_value_heads=2)
+    check_engine_parts(config, RolloutSpec(tensor_parallel_size=2))
+    says = r"^rollout\.tensorParallelSize 4 does not divide this gpt_oss's num_key_value_heads 2, of which vLLM has no"
+    with pytest.raises(ModelMismatchError, match=says):
+        check_engine_parts(config, RolloutSpec(tensor_parallel_size=4))
 
 
 @pytest.mark.parametrize(

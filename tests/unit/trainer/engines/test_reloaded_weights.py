@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_trainer.models.support import FAMILIES, Support
 from tests.unit.trainer.engines import test_engine_families
-from tests.unit.trainer.engines.tiny_experts import fill_router_biases
+from tests.unit.trainer.engines.tiny_experts import fill_biases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,6 +48,7 @@ LEFT_OUT = (
     "mistral window",
     "mixtral window",
     "deepseek v3 with yarn and whole queries",
+    "gpt oss with long windows",
     "qwen2 windows above layer 1",
 )
 VARIANTS = {
@@ -71,7 +72,7 @@ def found_by(module: str, folder: Path, variants: Collection[str]) -> dict[str, 
         sizes = LATENT if family == "deepseek_v3" else {}
         config = AutoConfig.for_model(family, **{**SHAPE, **settings, **sizes})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        fill_router_biases(model)
+        fill_biases(model)
         model.save_pretrained(folder / name)
     command = [sys.executable, "-m", f"tests.unit.trainer.engines.{module}", *paths]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
@@ -84,6 +85,11 @@ def found_by(module: str, folder: Path, variants: Collection[str]) -> dict[str, 
 def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return for each variant and each push what the check said, and the parameters that differ from those on disk."""
     return found_by("reloaded_weights", tmp_path_factory.mktemp("reloaded"), VARIANTS)
+
+
+def attention_of(variant: str) -> str:
+    """Return the part of the names of vLLM's layers of attention."""
+    return ".attn." if variant == "gpt oss" else ".self_attn."
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -101,16 +107,17 @@ def test_a_partial_push_changes_the_layers_that_it_brings_and_no_others(reloaded
     alone, again = (reloaded[variant][push] for push in PARTIAL)
     assert (alone["says"], again["says"], again["changed"]) == ("passed", "passed", [])
     # Their weights came with the other sign.
-    assert alone["signs"] == {name: -1 if ".self_attn." in name else 1 for name in again["signs"]}
+    assert alone["signs"] == {name: -1 if attention_of(variant) in name else 1 for name in again["signs"]}
     assert set(again["signs"].values()) == {1}
-    assert all(".self_attn." in name for name in alone["changed"])
+    assert all(attention_of(variant) in name for name in alone["changed"])
 
 
 # Checkpoints of phi3 have fused layers themselves.
 @pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family != "phi3"])
 def test_a_partial_push_with_a_part_of_a_fused_layer_fails(reloaded: dict[str, Any], variant: str) -> None:
     says = reloaded[variant]["queries alone"]["says"]
-    assert re.search(r"without all of their weights: model\.layers\.0\.self_attn\.(qkv|fused_qkv_a)_proj", says)
+    first = rf"model\.layers\.0{re.escape(attention_of(variant))}(qkv|fused_qkv_a)_proj"
+    assert re.search(f"without all of their weights: {first}", says)
 
 
 @pytest.mark.parametrize("variant", WITH_EXPERTS)
@@ -133,8 +140,10 @@ def test_after_a_push_the_head_has_the_pushed_weights(reloaded: dict[str, Any], 
 def test_a_push_that_leaves_something_out_fails(reloaded: dict[str, Any], variant: str) -> None:
     found = {push: outcome["says"] for push, outcome in reloaded[variant].items()}
     assert "does not hold version 7 of the weights" in found["nothing"]
-    assert "took 0 of 0 numbers; layers without all of their weights: model.embed_tokens, " in found["nothing"]
-    assert "without all of their weights: model.layers.0.self_attn.o_proj, model.layers.1" in found["no attention"]
+    embedding = "model.embedding" if variant == "gpt oss" else "model.embed_tokens"
+    assert f"took 0 of 0 numbers; layers without all of their weights: {embedding}, " in found["nothing"]
+    first = f"model.layers.0{attention_of(variant)}o_proj, model.layers.1"
+    assert f"without all of their weights: {first}" in found["no attention"]
     assert found["a name too many"] != "passed"
     assert found["broken off"] == "broken off"
 
@@ -146,12 +155,16 @@ def test_a_push_without_experts_fails(reloaded: dict[str, Any], variant: str, pu
     assert re.search(r"without all of their weights: model\.layers\.\d\.(mlp|block_sparse_moe)\.experts", says)
 
 
-def test_a_push_without_the_biases_of_routers_fails(reloaded: dict[str, Any]) -> None:
-    """vLLM does not count them."""
-    says = reloaded["deepseek v3"]["no biases of routers"]["says"]
-    assert "without all of their weights: model.layers.1.mlp" in says
-    assert "e_score_correction_bias" in says
-    assert reloaded["mixtral"]["no biases of routers"]["says"] == "passed"
+@pytest.mark.parametrize(
+    ("variant", "layer"),
+    [("deepseek v3", "model.layers.1.mlp"), ("gpt oss", "model.layers.0.attn.sinks, model.layers.1.attn.sinks")],
+)
+def test_a_push_without_what_vllm_does_not_count_fails(reloaded: dict[str, Any], variant: str, layer: str) -> None:
+    """The biases of routers, and sinks."""
+    says = reloaded[variant]["nothing uncounted"]["says"]
+    assert f"without all of their weights: {layer}" in says
+    assert any(name in says for name in ("e_score_correction_bias", "sinks"))
+    assert reloaded["mixtral"]["nothing uncounted"]["says"] == "passed"
 
 
 @pytest.mark.parametrize("variant", [name for name in WITH_EXPERTS if VARIANTS[name][0] == "qwen3_moe"])

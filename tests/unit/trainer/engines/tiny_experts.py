@@ -79,6 +79,10 @@ MIXTURES: Final[dict[str, Mixture]] = {
         ".mlp.experts.5.gate_proj.",
         dense=(0,),
     ),
+    # Its checkpoints have fused experts.
+    "gpt_oss": Mixture(
+        {"num_local_experts": NUM_EXPERTS, "intermediate_size": EXPERT_SIZE}, ".mlp.experts.gate_up_proj"
+    ),
     "mixtral": Mixture(
         {"num_local_experts": NUM_EXPERTS, "intermediate_size": EXPERT_SIZE}, ".block_sparse_moe.experts.5.w1."
     ),
@@ -104,12 +108,16 @@ def tiny_experts(dtype: torch.dtype = torch.float32, family: str = "qwen3_moe", 
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **{**SHAPE, **MIXTURES[family].settings, **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    fill_router_biases(model)
+    fill_biases(model)
     return model
 
 
-def fill_router_biases(model: PreTrainedModel) -> None:
-    """Draw the biases of DeepSeek-V3's routers, which begin at 0, where they would not be seen; they stay float32."""
+def fill_biases(model: PreTrainedModel) -> None:
+    """Draw the biases, which begin at 0, where they would not be seen; those of DeepSeek-V3's routers stay float32."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
     for module in model.modules():
         if "e_score_correction_bias" in module._buffers:
             module._buffers["e_score_correction_bias"] = 0.3 * torch.randn(NUM_EXPERTS)

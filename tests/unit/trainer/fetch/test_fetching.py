@@ -139,6 +139,10 @@ def test_wrong_columns_are_refused_before_the_weights_are_downloaded(hub: Hub, m
             "llama has attention_dropout=0.1, which is not supported: use a model whose config.json",
         ),
         ({"model_type": "no-such-family"}, "no-such-family"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"it is quantized \(mxfp4\), .*: use the checkpoint in bfloat16 \(docs/models-and-data.md, gpt-oss",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_downloaded(

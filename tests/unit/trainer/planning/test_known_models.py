@@ -20,6 +20,8 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235,
     "mistralai/Mixtral-8x7B-v0.1": 46.7,
+    "unsloth/gpt-oss-20b-BF16": 20.9,
+    "unsloth/gpt-oss-120b-BF16": 116.8,
     "moonshotai/Moonlight-16B-A3B": 16,
     "unsloth/DeepSeek-V3-bf16": 671,
     "meta-llama/Llama-3.2-1B": 1.23,

@@ -37,7 +37,8 @@ def files_of(source: Source, listing: Listing) -> Listing:
 
 
 def check_config(spec: PPOJobSpec, source: Source, folder: Path) -> None:
-    """Refuse a model that the FSDP engine cannot compute, by its config.json alone. Of other engines nothing is known.
+    """Refuse a model that the FSDP engine cannot read or compute, by its config.json alone. Of other engines nothing is
+    known.
 
     Raises:
         FetchRefusedError: names the family and the setting.
@@ -47,6 +48,7 @@ def check_config(spec: PPOJobSpec, source: Source, folder: Path) -> None:
 
     from ppojob_trainer.engines.errors import ModelUnsupportedError
     from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
+    from ppojob_trainer.engines.train.model_fit import refuse_quantized
 
     if source.with_code and '"auto_map"' in (folder / CONFIG).read_text():
         # Only the trainer runs the code by which this configuration is understood.
@@ -60,6 +62,7 @@ def check_config(spec: PPOJobSpec, source: Source, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if any(engine_of.get(field) is Engine.FSDP for field in source.fields):
             refuse_unsupported(config)
+            refuse_quantized(config, "it")
     except (ModelUnsupportedError, OSError, ValueError, KeyError) as error:
         raise FetchRefusedError(f"spec.{source.fields[0]} {source.address}: {error}") from error
 

@@ -27,8 +27,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import inplace, layerwise
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.models.utils import WeightsMapper
 
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.rollout.loader_reads import unrecorded
 
 __all__ = ["Expected", "counted_load"]
 
@@ -118,12 +120,15 @@ class _Load:
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) unchanged, and count the numbers."""
         held = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        mapper: WeightsMapper | None = getattr(self._model, "hf_to_vllm_mapper", None)
         for name, tensor in weights:
+            own_name = name if mapper is None else mapper.map_name(name)
             if not _is_uncounted(name):
                 self._num_came += tensor.numel()
-            elif name in held:
+            elif own_name in held:
                 # Only of these a copy: a stage reads nothing of another one's.
-                self._copied[name] = tensor.clone()
+                with unrecorded():
+                    self._copied[own_name] = tensor.clone()
             else:
                 self._not_held.append(name)
             yield name, tensor
@@ -166,7 +171,7 @@ class _Load:
         wrong += [
             name
             for name, tensor in self._copied.items()
-            if not torch.equal(held[name].to(tensor.device, tensor.dtype), tensor)
+            if not _is_part(held[name].to(tensor.device, tensor.dtype), tensor)
         ]
         if expected.is_partial:
             return wrong
@@ -194,6 +199,11 @@ class _Load:
     def _is_tied_to_another(self, name: str) -> bool:
         mine = self._kernels[name]
         return any(mine & self._kernels[other] for other, taken in self._taken.items() if other != name and taken)
+
+
+def _is_part(held: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is the other one, or a part of it: GPUs that divide the heads divide their sinks."""
+    return any(torch.equal(held, part) for part in torch.split(whole, len(held)))
 
 
 def _is_uncounted(name: str) -> bool:

@@ -3,17 +3,20 @@
     loader: loaded_weight.narrow(0, 2048, 2048)  →  param.copy_(that)
                      a view, reads nothing            reads rows 2048 to 4096 of the weight
 
-While a model's `load_weights` runs in the block, each operation that is no view counts as a read of its arguments.
-A part that is no box of the weight counts as the whole weight. So the record may say too much, and never too little,
-unless a loader reads memory without PyTorch's operations. Called by the worker extension for engines of several GPUs.
+While a model's `load_weights` runs in the block, each operation that is no view counts as a read of its arguments,
+except one that takes their shapes alone. A part that is no box of the weight counts as the whole weight. So the record
+may say too much, and never too little, unless a loader reads memory without PyTorch's operations. Called by the worker
+extension for engines of several GPUs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +26,24 @@ from torch.utils._pytree import tree_leaves
 
 from ppojob_trainer.engines.weights.boxes import Box, box_of, merged, whole_box
 
-__all__ = ["LoaderReads"]
+__all__ = ["LoaderReads", "unrecorded"]
 
 logger = logging.getLogger(__name__)
+
+_ATEN = torch.ops.aten
+_OF_SHAPES: Final = frozenset({_ATEN.empty_like, _ATEN.zeros_like, _ATEN.new_empty, _ATEN.new_zeros})
+"""Operations that take shape and dtype of a tensor, and none of its numbers."""
+_is_paused: ContextVar[bool] = ContextVar("is_paused", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Let what the block reads be no read of a loader."""
+    token = _is_paused.set(True)
+    try:
+        yield
+    finally:
+        _is_paused.reset(token)
 
 
 @dataclass
@@ -96,7 +114,7 @@ class LoaderReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not inexact
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_view(func):
+        if not (_is_view(func) or func.overloadpacket in _OF_SHAPES or _is_paused.get()):
             for argument in tree_leaves((args, kwargs)):
                 if isinstance(argument, Tensor) and argument.numel():
                     self._read(argument)

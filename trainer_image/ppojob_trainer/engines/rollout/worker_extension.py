@@ -51,6 +51,7 @@ from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, rea
 from ppojob_trainer.engines.rollout.read_back import ReadBack, bits_of, total_of
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
+from ppojob_trainer.engines.rollout.whole_experts import one_by_one
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink
@@ -241,7 +242,7 @@ class WeightReceiverExtension:
         try:
             kernels = new_expert_kernels(model) if is_on_cpu else nullcontext()
             with kernels, counted_load(model, version, expected) as num_taken:
-                self.model_runner.reload_weights(weights_iterator=tensors)
+                self.model_runner.reload_weights(weights_iterator=one_by_one(model, tensors))
         except BaseException:
             abandon_reload(model)
             raise

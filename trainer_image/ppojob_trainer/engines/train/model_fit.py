@@ -34,6 +34,7 @@ __all__ = [
     "longest_input",
     "num_experts",
     "read_config",
+    "refuse_quantized",
     "split_sequence",
 ]
 
@@ -63,13 +64,23 @@ def read_config(path: str, *, trust_remote_code: bool) -> PretrainedConfig:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"model path {path} has no usable config.json: {error}") from error
+    refuse_quantized(config, f"model path {path}")
+    return config
+
+
+def refuse_quantized(config: PretrainedConfig, name: str) -> None:
+    """Refuse a checkpoint whose weights have scales beside them. name: of the model, in the message.
+
+    Raises:
+        ModelUnsupportedError: with the method.
+    """
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "unknown method")
+        how = " (docs/models-and-data.md, gpt-oss, has lines that write it)" if method == "mxfp4" else ""
         raise ModelUnsupportedError(
-            f"model path {path} is quantized ({method}), and its weights would be read without their scales: use the "
-            "checkpoint in bfloat16"
+            f"{name} is quantized ({method}), and its weights would be read without their scales: use the checkpoint "
+            f"in bfloat16{how}"
         )
-    return config
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -162,14 +173,19 @@ def check_is_mixture(config: PretrainedConfig, field: str, value: object, remedy
 def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
     """Check that the GPUs of an engine can divide a model: layers, heads, and experts if the spec asks for it.
 
-    Of fewer key heads than GPUs, vLLM has copies. Each GPU must hold equally many experts: vLLM 0.32 places uneven
-    numbers, but its kernels for Blackwell (TRT-LLM) would then take a GPU's experts for others.
+    Of fewer key heads than GPUs, vLLM has copies, but for gpt-oss. Each GPU must hold equally many experts: vLLM 0.32
+    places uneven numbers, but its kernels for Blackwell (TRT-LLM) would then take a GPU's experts for others.
 
     Raises:
         ModelMismatchError: with the field and its value.
     """
     text, size, field = config.get_text_config(), rollout.tensor_parallel_size, "rollout.enableExpertParallel"
     check_heads(text, "rollout.tensorParallelSize", size)
+    if text.model_type == "gpt_oss" and (heads := int(text.num_key_value_heads)) % size:
+        without_copies = f"{heads}, of which vLLM has no copies: use a divisor"
+        raise ModelMismatchError(
+            indivisible(text, "rollout.tensorParallelSize", size, "num_key_value_heads", without_copies)
+        )
     if (stages := rollout.pipeline_parallel_size) > text.num_hidden_layers:
         raise ModelMismatchError(
             f"rollout.pipelineParallelSize {stages} is above this {text.model_type}'s num_hidden_layers "

@@ -107,6 +107,10 @@ class SequencePeers:
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in torch.split(tokens, numbers, dim=1))
         return query, key, value
 
+    def of_heads(self, numbers_H: Tensor) -> Tensor:
+        """Return those of the heads that this rank has after `to_heads`, [H / size]."""
+        return numbers_H if self.heads is None else numbers_H.chunk(self.heads.size)[self.heads.rank]
+
     def gather(self, key: Tensor, value: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gather keys and values [1, K, W, D] of all context ranks; return those of the places, [1, K, S, D].
 

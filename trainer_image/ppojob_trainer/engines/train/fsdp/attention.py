@@ -4,12 +4,13 @@ On CUDA it is one call of `torch.nn.attention.varlen` for all sequences. The CPU
 causal SDPA for each sequence in turn, which avoids the masked part of a block-diagonal mask. If the tokens are divided
 over ranks (`train.sequence`), slices are exchanged for heads before it, and back after it. With context parallelism a
 rank has the queries of a part of the tokens: they are the last ones of the tokens of their keys, so the causal mask is
-aligned at its bottom right corner. Called by transformers' decoder layers under the name `IMPLEMENTATION`. It refuses
-dropout, which would make log-probs unrepeatable.
+aligned at its bottom right corner. Families with attention sinks (`sinks`) give them along. Called by transformers'
+decoder layers under the name `IMPLEMENTATION`. It refuses dropout, which would make log-probs unrepeatable.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from ppojob_trainer.engines.train.batch import Segments
+from ppojob_trainer.engines.train.fsdp.sinks import Packing, attend_with_sinks
 
 IMPLEMENTATION: Final = "ppojob_packed"
 
@@ -38,7 +40,7 @@ def packed_attention(
             rank's slice. Values may be shorter than keys, as those of latent attention.
         attention_mask: None; the segments define the mask.
         options: `segments` (see `batch.Segments`), `scaling`, `sliding_window` (a token attends to this many tokens,
-            itself included; None: all), as the decoder layers pass them on.
+            itself included; None: all), `s_aux` (sinks [H]; None: there are none), as the decoder layers pass them on.
 
     Returns:
         [1, T, H, size of a value], and None in place of the weights.
@@ -49,26 +51,40 @@ def packed_attention(
     window: int | None = options.get("sliding_window")
     if window is not None and window >= (segments.keys or segments).longest:
         window = None
+    scores = _Scores(options.get("scaling"), window, options.get("s_aux"))
     attend = _varlen if query.is_cuda else _one_by_one
     if segments.peers is None:
-        return attend(query, key, value, segments, options.get("scaling"), window), None
+        return attend(query, key, value, segments, scores), None
     size = value.shape[-1]
     # The ranks exchange queries, keys and values in one message.
     value = _widened(value, key)
     query, key, value = segments.peers.to_heads(query, key, value, segments.num_tokens)
     key, value = segments.peers.gather(key, value, segments.places)
-    output = attend(query, key, value, segments, options.get("scaling"), window)
+    if scores.sinks is not None:
+        scores = replace(scores, sinks=segments.peers.of_heads(scores.sinks))
+    output = attend(query, key, value, segments, scores)
     return segments.peers.to_slices(_narrowed(output, size)), None
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
-) -> Tensor:
+@dataclass(frozen=True)
+class _Scores:
+    """How scores are computed and summed. sinks: of the query heads [H]; None: there are none."""
+
+    scaling: float | None
+    window: int | None
+    sinks: Tensor | None = None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: _Scores) -> Tensor:
     size = value.shape[-1]
     # The kernel has one size for all three.
     value = _widened(value, key)
     query_THD, key_SKD, value_SKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     keys = segments.keys or segments
+    window = (-1 if scores.window is None else scores.window - 1, 0)
+    if scores.sinks is not None:
+        packing = Packing(segments.cu_seqlens, keys.cu_seqlens, segments.bound, keys.bound, scores.scaling, window)
+        return _narrowed(attend_with_sinks(query_THD, key_SKD, value_SKD, scores.sinks, packing), size).unsqueeze(0)
     output: Any = varlen_attn(
         query_THD,
         key_SKD,
@@ -77,8 +93,8 @@ def _varlen(
         keys.cu_seqlens,
         segments.bound,
         keys.bound,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scores.scaling,
+        window_size=window,
         enable_gqa=True,
     )
     return _narrowed(output, size).unsqueeze(0)
@@ -97,13 +113,11 @@ def _narrowed(output: Any, size: int) -> Tensor:
     return narrowed
 
 
-def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
-) -> Tensor:
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: _Scores) -> Tensor:
     key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     lengths, of_keys = list(segments.lengths), list((segments.keys or segments).lengths)
     # Not for each part by its lengths, because a compiled layer would be compiled again for each part that differs.
-    is_causal = segments.keys is None and window is None
+    is_causal = segments.keys is None and scores.window is None and scores.sinks is None
     parts = zip(
         *(torch.split(tensor, each, dim=2) for tensor, each in ((query, lengths), (key, of_keys), (value, of_keys))),
         strict=True,
@@ -113,13 +127,25 @@ def _one_by_one(
             part_query,
             part_key,
             part_value,
-            attn_mask=None if is_causal else _mask(part_query.shape[2], part_key.shape[2], window),
+            attn_mask=None if is_causal else _mask(part_query.shape[2], part_key.shape[2], scores.window),
             is_causal=is_causal,
-            scale=scaling,
+            scale=scores.scaling,
         )
+        if scores.sinks is None
+        else _with_sinks(part_query, part_key, part_value, scores, scores.sinks)
         for part_query, part_key, part_value in parts
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scores: _Scores, sinks: Tensor) -> Tensor:
+    """Return the attention of one sequence, to one more key of zeros with the sinks as its scores."""
+    mask = torch.where(_mask(query.shape[2], key.shape[2], scores.window), 0.0, -torch.inf).to(query.dtype)
+    num_heads, num_queries = query.shape[1:3]
+    columns = sinks.to(query.dtype).view(1, num_heads, 1, 1).expand(1, num_heads, num_queries, 1)
+    with_sinks = torch.cat([mask.expand(1, num_heads, *mask.shape), columns], dim=3)
+    key, value = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=with_sinks, scale=scores.scaling)
 
 
 def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

@@ -251,10 +251,15 @@ def imbalance_metrics(role: str, backbone: nn.Module, parallel: ParallelMesh) ->
     }
 
 
-def active_share(shape: Sequence[int], config: PretrainedConfig) -> float:
-    """Return which share of the numbers of a parameter of this shape computes for a token: less than 1 for fused
-    experts alone."""
-    if len(shape) != 3:
+def active_share(name: str, shape: Sequence[int], config: PretrainedConfig) -> float:
+    """Return which share of the numbers of a parameter computes for a token: less than 1 for fused experts and their
+    biases alone.
+
+    Args:
+        name: in the model or in a part of it that has whole layers.
+    """
+    is_bias = ".experts." in name and name.endswith("_bias")
+    if len(shape) != 3 and not is_bias:
         return 1.0
     return int(config.num_experts_per_tok) / shape[0]
 

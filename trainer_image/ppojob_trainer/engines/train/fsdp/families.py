@@ -42,6 +42,15 @@ _OF_FAMILY: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "rope_interleave": (True,),
         "attention_bias": (False,),
     },
+    "gpt_oss": {
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+        "rope_type": ("yarn",),
+        "mscale": (None,),
+        "mscale_all_dim": (None,),
+        "attention_factor": (None,),
+    },
 }
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
 # Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
@@ -78,12 +87,23 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 def _refuse_of_family(config: PretrainedConfig) -> None:
     """Refuse settings that one of transformers and vLLM does not read."""
+    settings = (getattr(config, "rope_parameters", None) or {}) | vars(config)
     for name, computed in _OF_FAMILY.get(config.model_type, {}).items():
-        if (value := getattr(config, name, None)) not in computed:
+        if (value := settings.get(name)) not in computed:
+            wanted = f"no {name}" if computed[0] is None else f"{name}={computed[0]}"
             raise ModelUnsupportedError(
                 f"{config.model_type} has {name}={value}, which trainer and vLLM compute differently: use a model "
-                f"whose config.json has {name}={computed[0]}"
+                f"whose config.json has {wanted}"
             )
+    if config.model_type == "gpt_oss" and list(config.layer_types) != _alternating(len(config.layer_types)):
+        raise ModelUnsupportedError(
+            f"gpt_oss has layer_types {', '.join(config.layer_types[:4])}, ..., and vLLM computes sliding windows in "
+            "every other layer, beginning with the first one: use a model whose config.json has these"
+        )
+
+
+def _alternating(number: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(number)]
 
 
 def _refuse_family(config: PretrainedConfig) -> None:

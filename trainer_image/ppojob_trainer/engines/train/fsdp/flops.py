@@ -60,8 +60,8 @@ def model_flops(
     """
     config: Any = backbone.config
     matrices = sum(
-        _operations(parameter) * parameter.numel() * active_share(parameter.shape, config)
-        for parameter in backbone.get_submodule("layers").parameters()
+        _operations(parameter) * parameter.numel() * active_share(name, parameter.shape, config)
+        for name, parameter in backbone.get_submodule("layers").named_parameters()
     )
     if peers is not None:
         matrices = float(peers.sum(torch.tensor(matrices, dtype=torch.float64)))

@@ -4,9 +4,10 @@
 
 A token's weight of an expert is applied before the last product, which is linear, because rows are the smallest there
 and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Adapters
-(`low_rank`) add to the result of each product, over the same rows. Called by `experts`; transformers chooses the kernel
-of the products: a grouped one on the CPU and on GPUs from compute capability 8.0, else one product for each expert. It
-refuses experts with biases, which no supported family has.
+(`low_rank`) add to the result of each product, over the same rows. Biases, which gpt-oss has, are grouped products too:
+of 1, or of the row's weight, with the expert's bias. So their gradients are summed in float32, in a fixed order. Called
+by `experts`; transformers chooses the kernel of the products: a grouped one on the CPU and on GPUs from compute
+capability 8.0, else one product for each expert.
 
 Suffixes: S rows, I size of an expert's hidden layer, D size of the hidden states, E experts.
 """
@@ -25,6 +26,8 @@ from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
 
 __all__ = ["ADAPTERS", "multiply"]
 
+_ALIGNED: Final = 8
+"""16 bytes in bfloat16, and 32 in float32."""
 ADAPTERS: Final = "adapters"
 """Name of the experts' module with the adapters of their parameters, by the parameter's name; most have none."""
 
@@ -37,33 +40,47 @@ def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -
         rows_SD: sorted by expert, in the dtype of the parameters; weights_S: of the rows, float32 or as the rows.
         ends_E: after which row the rows of each expert end, int32 [E].
     """
-    assert not experts.has_bias, "experts of a supported family have no biases"
     number = len(rows_SD)
     if number == 0:
         # Kernels need not accept a product without rows, and FSDP needs gradients, of zeros, on each rank.
         rows_SD, weights_S = functional.pad(rows_SD, (0, 0, 0, 1)), functional.pad(weights_S, (0, 1))
         ends_E = torch.ones_like(ends_E)
     inner = _product(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows_SD, ends_E)
-    output = _product(experts, "down_proj", _weighted(experts, inner, weights_S), ends_E)
+    output = _product(experts, "down_proj", _weighted(experts, inner, weights_S), ends_E, weights_S)
     # Not a view, of which FSDP would warn.
     return output if number else output[:0].clone()
 
 
-def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the rows times their experts' parameter of this name, with what its adapters add."""
+def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor, weights_S: Tensor | None = None) -> Tensor:
+    """Return the rows times their experts' parameter of this name, with its bias and what its adapters add.
+
+    Args:
+        weights_S: by which the rows have been multiplied; None: they have not.
+    """
     adapters = getattr(experts, ADAPTERS, None) or {}
     # Before the base's product: a recomputed layer computes again until the last saved tensor, which is then the base's
     # parameter, so its product is not computed again.
     added = adapters[name](rows, ends_E) if name in adapters else None
     output: Tensor = _grouped_linear(rows, getattr(experts, name), ends_E, is_transposed=experts.is_transposed)
     # In place, because nothing saves the base's product.
+    if experts.has_bias:
+        output.add_(_biases(getattr(experts, f"{name}_bias"), rows, ends_E, weights_S))
     return output if added is None else output.add_(added)
+
+
+def _biases(bias_EO: Tensor, rows: Tensor, ends_E: Tensor, weights_S: Tensor | None) -> Tensor:
+    """Return the bias of each row's expert times the row's weight, [S, O]."""
+    weights_S = rows.new_ones(len(rows)) if weights_S is None else weights_S.to(rows.dtype)
+    # A GPU's grouped product needs rows of a multiple of 16 bytes.
+    weights_SN, bias_EON = (functional.pad(one.unsqueeze(-1), (0, _ALIGNED - 1)) for one in (weights_S, bias_EO))
+    products: Tensor = _grouped_linear(weights_SN, bias_EON, ends_E)
+    return products
 
 
 def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
     """Return the activations times the weights of their rows, in the dtype of `inner`."""
     # torch.compile fuses what plain PyTorch computes.
-    is_silu = experts.has_gate and isinstance(experts.act_fn, SiLUActivation | nn.SiLU) and _has_default_gate(experts)
+    is_silu = _has_default_gate(experts) and isinstance(experts.act_fn, SiLUActivation | nn.SiLU)
     if is_silu and not torch.compiler.is_compiling():
         found: Tensor = _Gate.apply(inner, weights_S)  # type: ignore[no-untyped-call]
         return found
@@ -72,8 +89,8 @@ def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
 
 
 def _has_default_gate(experts: Any) -> bool:
-    """Return whether the gate is silu(gate) * up; a family may have another one."""
-    return getattr(experts._apply_gate, "__func__", None) is _default_apply_gate
+    """Return whether there is a gate, and it is act_fn(gate) * up; a family may have another one."""
+    return experts.has_gate and getattr(experts._apply_gate, "__func__", None) is _default_apply_gate
 
 
 class _Gate(torch.autograd.Function):

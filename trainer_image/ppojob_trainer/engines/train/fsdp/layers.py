@@ -90,8 +90,10 @@ def _attention(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
 
 
 def _experts(layer: Any, hidden_states: Tensor) -> Tensor:
-    transformed: Tensor = layer.mlp(_normed(layer.post_attention_layernorm, hidden_states))
-    return hidden_states + transformed
+    transformed = layer.mlp(_normed(layer.post_attention_layernorm, hidden_states))
+    # gpt-oss returns the router's scores, too.
+    summed: Tensor = hidden_states + (transformed[0] if isinstance(transformed, tuple) else transformed)
+    return summed
 
 
 def _normed(norm: Any, hidden_states: Tensor) -> Tensor:

@@ -53,22 +53,41 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
     of_experts = {name for fused in experts.values() for projections in fused.values() for name in projections}
     known = {name.rpartition(".")[2] for name in linear} | of_experts
     targets = set(lora.target_modules) or known
-    if unknown := targets - known:
-        raise ModelUnsupportedError(
-            f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: "
-            f"there are {', '.join(sorted(known))}. Name some of these, or remove the field for all of them"
-        )
+    _check_targets(language_model.config.model_type, lora, known, has_others=any(one.is_transposed for one in experts))
     for name, module in linear.items():
         if name.rpartition(".")[2] in targets:
             LoRALinear.of(module, lora)
     for owner, fused in experts.items():
-        assert not owner.is_transposed, "experts of a supported family have parameters [experts, outputs, inputs]"
         adapters = nn.ModuleDict()
         for parameter, projections in fused.items():
             if chosen := {name: rows for name, rows in projections.items() if name in targets}:
                 adapters[parameter] = LoRAExperts(owner.get_parameter(parameter), chosen, lora)
         if adapters:
             owner.add_module(ADAPTERS, adapters)
+
+
+def _check_targets(family: str, lora: LoRA, known: set[str], *, has_others: bool) -> None:
+    """Check that the targets are layers that can have adapters.
+
+    Args:
+        known: the names of those layers.
+        has_others: the model has experts that cannot have adapters. Without targets, they would be left out in silence.
+
+    Raises:
+        ModelUnsupportedError: names the layers that can have adapters.
+    """
+    names = ", ".join(sorted(known))
+    if unknown := set(lora.target_modules) - known:
+        remedy = "Name some of these" if has_others else "Name some of these, or remove the field for all of them"
+        raise ModelUnsupportedError(
+            f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: there are {names}. "
+            f"{remedy}"
+        )
+    if has_others and not lora.target_modules:
+        raise ModelUnsupportedError(
+            f"lora without targetModules is for all linear layers, and experts of {family} cannot have adapters: set "
+            f"lora.targetModules to some of {names}"
+        )
 
 
 def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> tuple[int, int]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -71,6 +72,8 @@ def _softmax(logits: Tensor) -> Tensor:
 
 _SCORES: Final[Mapping[type[nn.Module], Callable[[Tensor], Tensor]]] = {
     DeepseekV3TopkRouter: torch.sigmoid,
+    # It takes the softmax of the chosen logits, which is that of all, divided by the sum of the chosen ones.
+    GptOssTopKRouter: _softmax,
     MixtralTopKRouter: _softmax,
     Qwen3MoeTopKRouter: _softmax,
 }
@@ -194,7 +197,7 @@ def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _weights(router: Any, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
     weights_TK = scores_TE.gather(1, chosen_TK)
-    # Mixtral always normalises.
+    # Mixtral and gpt-oss always normalise.
     if getattr(router, "norm_topk_prob", True):
         least = _LEAST_SUM if isinstance(router, DeepseekV3TopkRouter) else 0.0
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
