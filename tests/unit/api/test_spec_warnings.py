@@ -143,7 +143,7 @@ def test_a_template_that_makes_no_sense_is_left_to_those_who_refuse_it() -> None
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_the_examples_give_no_warning_but_for_missing_checkpoints(path: Path) -> None:
-    """Those that run for minutes write none, so that their times are those of the steps. One shows a mode that warns."""
+    """Those that run for minutes write none, so that their times are those of the steps. One has a mode that warns."""
     expected = {"spec.checkpoint.everySteps"}
     if path.name == "one-step-off.yaml":
         expected.add("spec.schedule.mode")

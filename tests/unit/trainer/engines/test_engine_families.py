@@ -260,6 +260,13 @@ def test_stages_compute_what_the_whole_model_computes(parallel: ParallelMesh, pa
         ("gpt_oss", {"swiglu_limit": 8.0}, r"gpt_oss has swiglu_limit=8\.0, .*: use a model .* has swiglu_limit=7\.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, r"gpt_oss has swiglu_alpha=1\.0"),
         ("gpt_oss", {"attention_bias": False}, "gpt_oss has attention_bias=False"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, "gpt_oss has rms_norm_eps=1e-06, .* has rms_norm_eps=1e-05"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "gpt_oss has tie_word_embeddings=True"),
+        (
+            "gpt_oss",
+            {"rope_parameters": {name: value for name, value in SHORT_YARN.items() if name != "beta_slow"}},
+            "gpt_oss has no beta_slow in rope_parameters",
+        ),
         (
             "gpt_oss",
             {"layer_types": ["full_attention"] * 36},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -132,6 +133,32 @@ def test_key_heads_of_gpt_oss_are_not_repeated() -> None:
     says = r"^rollout\.tensorParallelSize 4 does not divide this gpt_oss's num_key_value_heads 2, of which vLLM has no"
     with pytest.raises(ModelMismatchError, match=says):
         check_engine_parts(config, RolloutSpec(tensor_parallel_size=4))
+
+
+def test_stages_and_parts_of_gpt_oss_divide_an_expert_together() -> None:
+    config = AutoConfig.for_model("gpt_oss", intermediate_size=2880)
+    check_engine_parts(config, RolloutSpec(tensor_parallel_size=4, pipeline_parallel_size=3))
+    says = r"tensorParallelSize 1 does not .* intermediate_size 2880 together with rollout\.pipelineParallelSize 7: let"
+    with pytest.raises(ModelMismatchError, match=says):
+        check_engine_parts(config, RolloutSpec(pipeline_parallel_size=7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ({"moe_backend": "flashinfer_cutlass"}, True),
+        ({"decode_context_parallel_size": 2}, True),
+        ({"moe_backend": "triton", "block_size": 32}, False),
+    ],
+)
+def test_kernels_that_compute_gpt_oss_otherwise_are_refused(arguments: dict[str, Any], refused: bool) -> None:
+    rollout = RolloutSpec(engine_args=arguments)
+    check_engine_parts(AutoConfig.for_model("qwen3_moe"), rollout)
+    if not refused:
+        check_engine_parts(AutoConfig.for_model("gpt_oss"), rollout)
+        return
+    with pytest.raises(ModelMismatchError, match=r"^rollout\.engineArgs\.\w+ .*: remove it$"):
+        check_engine_parts(AutoConfig.for_model("gpt_oss"), rollout)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import inplace, layerwise
@@ -125,6 +126,9 @@ class _Load:
             own_name = name if mapper is None else mapper.map_name(name)
             if not _is_uncounted(name):
                 self._num_came += tensor.numel()
+            elif own_name is None:
+                # vLLM leaves it out on purpose.
+                pass
             elif own_name in held:
                 # Only of these a copy: a stage reads nothing of another one's.
                 with unrecorded():
@@ -202,8 +206,10 @@ class _Load:
 
 
 def _is_part(held: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor is the other one, or a part of it: GPUs that divide the heads divide their sinks."""
-    return any(torch.equal(held, part) for part in torch.split(whole, len(held)))
+    """Whether a tensor is the other one, or this GPU's part of it: GPUs that divide the heads divide their sinks."""
+    if len(held) < len(whole):
+        whole = torch.split(whole, len(held))[get_tensor_model_parallel_rank()]
+    return torch.equal(held, whole)
 
 
 def _is_uncounted(name: str) -> bool:

@@ -181,11 +181,8 @@ def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
     """
     text, size, field = config.get_text_config(), rollout.tensor_parallel_size, "rollout.enableExpertParallel"
     check_heads(text, "rollout.tensorParallelSize", size)
-    if text.model_type == "gpt_oss" and (heads := int(text.num_key_value_heads)) % size:
-        without_copies = f"{heads}, of which vLLM has no copies: use a divisor"
-        raise ModelMismatchError(
-            indivisible(text, "rollout.tensorParallelSize", size, "num_key_value_heads", without_copies)
-        )
+    if text.model_type == "gpt_oss":
+        _check_engine_of_gpt_oss(text, rollout)
     if (stages := rollout.pipeline_parallel_size) > text.num_hidden_layers:
         raise ModelMismatchError(
             f"rollout.pipelineParallelSize {stages} is above this {text.model_type}'s num_hidden_layers "
@@ -202,6 +199,22 @@ def check_engine_parts(config: PretrainedConfig, rollout: RolloutSpec) -> None:
     if (number := num_experts(text) or 0) % size:
         remedy = f"{number}: use a divisor, or set {field} to false"
         raise ModelMismatchError(indivisible(text, "rollout.tensorParallelSize", size, "number of experts", remedy))
+
+
+def _check_engine_of_gpt_oss(text: Any, rollout: RolloutSpec) -> None:
+    """Check what vLLM 0.32 divides, and which of its kernels compute this family: some leave out sinks or the gate."""
+    size, stages, field = rollout.tensor_parallel_size, rollout.pipeline_parallel_size, "rollout.tensorParallelSize"
+    if (heads := int(text.num_key_value_heads)) % size:
+        remedy = f"{heads}, of which vLLM has no copies: use a divisor"
+        raise ModelMismatchError(indivisible(text, field, size, "num_key_value_heads", remedy))
+    if (inner := int(text.intermediate_size)) % (size * stages):
+        remedy = f"{inner} together with rollout.pipelineParallelSize {stages}: let their product be a divisor"
+        raise ModelMismatchError(indivisible(text, field, size, "intermediate_size", remedy))
+    for name, computed in {"moe_backend": ("auto", "triton"), "decode_context_parallel_size": (1,)}.items():
+        if (value := rollout.engine_args.get(name, computed[0])) not in computed:
+            raise ModelMismatchError(
+                f"rollout.engineArgs.{name} {value}: vLLM then computes gpt_oss otherwise than the trainer: remove it"
+            )
 
 
 def _stage_without_experts(text: Any, stages: int) -> range | None:

@@ -33,7 +33,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "router_jitter_noise": (None, 0, 0.0),
     "output_router_logits": (None, False),
 }
-# Settings that transformers or vLLM does not read, because it computes one of their values alone.
+# Settings of which transformers or vLLM computes one value alone. The first one here is named in the message.
 _OF_FAMILY: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "deepseek_v3": {
         "scoring_func": ("sigmoid",),
@@ -46,12 +46,16 @@ _OF_FAMILY: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "attention_bias": (True,),
         "swiglu_alpha": (1.702,),
         "swiglu_limit": (7.0,),
+        "rms_norm_eps": (1e-5,),
+        "tie_word_embeddings": (False,),
         "rope_type": ("yarn",),
         "mscale": (None,),
         "mscale_all_dim": (None,),
         "attention_factor": (None,),
+        "partial_rotary_factor": (None, 1.0),
     },
 }
+_ROPE_OF_GPT_OSS: Final = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _ATTENTIONS: Final = frozenset({"full_attention", "sliding_attention"})
 # Their angles depend on the longest sequence of a batch, which differs when the batch is packed.
 _ROPE_OF_A_BATCH: Final = frozenset({"dynamic", "longrope"})
@@ -95,15 +99,22 @@ def _refuse_of_family(config: PretrainedConfig) -> None:
                 f"{config.model_type} has {name}={value}, which trainer and vLLM compute differently: use a model "
                 f"whose config.json has {wanted}"
             )
-    if config.model_type == "gpt_oss" and list(config.layer_types) != _alternating(len(config.layer_types)):
+    if config.model_type == "gpt_oss":
+        _refuse_of_gpt_oss(config)
+
+
+def _refuse_of_gpt_oss(config: Any) -> None:
+    """Refuse layers that vLLM computes otherwise, and angles whose settings it needs and does not get."""
+    kinds = list(config.layer_types)
+    if kinds != [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(kinds))]:
         raise ModelUnsupportedError(
-            f"gpt_oss has layer_types {', '.join(config.layer_types[:4])}, ..., and vLLM computes sliding windows in "
-            "every other layer, beginning with the first one: use a model whose config.json has these"
+            f"gpt_oss has layer_types {', '.join(kinds[:4])}, ..., and vLLM computes sliding windows in every other "
+            "layer, beginning with the first one: use a model whose layers have their windows there"
         )
-
-
-def _alternating(number: int) -> list[str]:
-    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(number)]
+    if missing := [name for name in _ROPE_OF_GPT_OSS if config.rope_parameters.get(name) is None]:
+        raise ModelUnsupportedError(
+            f"gpt_oss has no {missing[0]} in rope_parameters, which vLLM reads: use a model whose config.json has it"
+        )
 
 
 def _refuse_family(config: PretrainedConfig) -> None:

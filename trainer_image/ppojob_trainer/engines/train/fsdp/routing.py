@@ -5,7 +5,8 @@ almost the same, they choose different ones, and the log-probs of the same token
 choice recorded, a router here takes it over, and weights the experts by its own scores of them:
 
     p = softmax(logits), of DeepSeek-V3 sigmoid(logits)
-    g = p[recorded], divided by its sum if the model normalises it, times the model's factor
+    g = p[recorded], divided by its sum if the model normalises it, times the model's factor; of gpt-oss
+        softmax(logits[recorded])
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) chooses by p + bias, of some groups of experts alone, and weights by p.
 The bias is a buffer: no gradient trains it, and it stays as it is in the checkpoint. So gradients reach the router
@@ -72,7 +73,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 _SCORES: Final[Mapping[type[nn.Module], Callable[[Tensor], Tensor]]] = {
     DeepseekV3TopkRouter: torch.sigmoid,
-    # It takes the softmax of the chosen logits, which is that of all, divided by the sum of the chosen ones.
+    # It weights by the softmax of the chosen logits alone.
     GptOssTopKRouter: _softmax,
     MixtralTopKRouter: _softmax,
     Qwen3MoeTopKRouter: _softmax,
@@ -189,15 +190,17 @@ def _route(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         chosen.append(chosen_TK.to(torch.int16))
     if recorded is not None or chosen is not None:
         # In both computations of a layer, which must save the same tensors.
-        weights_TK = _weights(router, scores_TE, chosen_TK).to(weights_TK.dtype)
+        weights_TK = _weights(router, logits, scores_TE, chosen_TK).to(weights_TK.dtype)
     if observer is not None:
         observer(scores_TE, chosen_TK)
     return logits, weights_TK, chosen_TK
 
 
-def _weights(router: Any, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+def _weights(router: Any, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    if isinstance(router, GptOssTopKRouter):
+        return _softmax(logits_TE.gather(1, chosen_TK))
     weights_TK = scores_TE.gather(1, chosen_TK)
-    # Mixtral and gpt-oss always normalise.
+    # Mixtral always normalises.
     if getattr(router, "norm_topk_prob", True):
         least = _LEAST_SUM if isinstance(router, DeepseekV3TopkRouter) else 0.0
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + least)
