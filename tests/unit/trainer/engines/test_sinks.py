@@ -39,18 +39,20 @@ def expected(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, window:
     return torch.einsum("hts,shd->thd", shares, value)
 
 
-def drawn(dtype: torch.dtype, value_size: int = SIZE) -> list[Tensor]:
+def drawn(dtype: torch.dtype, value_size: int = SIZE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and sinks."""
     torch.manual_seed(3)
-    shapes = [(sum(LENGTHS), HEADS, SIZE), (sum(LENGTHS), KEY_HEADS, SIZE), (sum(LENGTHS), KEY_HEADS, value_size)]
-    tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    return [tensor.requires_grad_() for tensor in (*tensors, torch.randn(HEADS, dtype=dtype))]
+
+    def one(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+    num_tokens = sum(LENGTHS)
+    queries, keys = one(num_tokens, HEADS, SIZE), one(num_tokens, KEY_HEADS, SIZE)
+    return queries, keys, one(num_tokens, KEY_HEADS, value_size), one(HEADS)
 
 
 class Kernels:
     """What the kernels compute: outputs and logarithms of sums without sinks, and gradients from given logarithms."""
-
-    def __init__(self) -> None:
-        self.window: int | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         scores = scores_of(query, key, self.window_of(packing))
