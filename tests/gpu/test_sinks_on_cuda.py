@@ -26,8 +26,9 @@ def test_outputs_and_gradients_are_those_of_one_more_score(window: int | None) -
     longest = max(LENGTHS)
     packing = Packing(starts, starts, longest, longest, SCALE, (-1 if window is None else window - 1, 0))
 
-    query, key, value, sinks = on_gpu
-    found, right = attend_with_sinks(query, key, value, sinks, packing), expected(*exact, window=window)
+    (query, key, value, sinks), (exact_query, exact_key, exact_value, exact_sinks) = on_gpu, exact
+    found = attend_with_sinks(query, key, value, sinks, packing)
+    right = expected(exact_query, exact_key, exact_value, exact_sinks, window)
 
     gradients = torch.autograd.grad(found, on_gpu, outer.cuda()), torch.autograd.grad(right, exact, outer.float())
     for ours, theirs in zip((found, *gradients[0]), (right, *gradients[1]), strict=True):
