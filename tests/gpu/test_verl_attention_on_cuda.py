@@ -20,12 +20,11 @@ SCALE = SIZE**-0.5
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the causal attention of each sequence, in the inputs' precision."""
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    found = [
-        scaled_dot_product_attention(
-            *(one[start:end].transpose(0, 1)[None] for one in (q, k, v)), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
-        for start, end in pairwise(ends)
-    ]
+    found = []
+    for start, end in pairwise(ends):
+        query, key, value = (one[start:end].transpose(0, 1).unsqueeze(0) for one in (q, k, v))
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        found.append(output[0].transpose(0, 1))
     return torch.cat(found)
 
 
@@ -46,8 +45,8 @@ def test_outputs_and_gradients_are_those_of_attention_in_float32() -> None:
         d_out, q, k, v, out, sums, *gradients, starts, starts, None, *longest, *settings, False, None, random
     )
 
-    inputs = [one.float().requires_grad_() for one in (q, k, v)]
-    expected = exact(*inputs)
+    inputs = query, key, value = [one.float().requires_grad_() for one in (q, k, v)]
+    expected = exact(query, key, value)
     wanted = (expected, *torch.autograd.grad(expected, inputs, d_out.float()))
     for found, right in zip((out, *gradients), wanted, strict=True):
         torch.testing.assert_close(found.float(), right, rtol=0.02, atol=0.01 * float(right.detach().abs().max()))
