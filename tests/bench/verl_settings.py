@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ppojob_api.v1alpha1.algorithm import AdvantageEstimator, KLControllerType, KLEstimator
+from ppojob_api.v1alpha1.algorithm import KLControllerType, KLEstimator
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from tests.bench.workload import SHAPES, Size
 
@@ -97,9 +97,8 @@ def schedules(spec: PPOJobSpec) -> list[Schedule]:
     Without a critic and with at least two GPUs, that is also the one in which generation and training take turns no
     longer.
     """
-    is_critic_less = spec.algorithm.advantage_estimator is not AdvantageEstimator.GAE
-    gpus = sum(pool.gpus for pool in spec.pools)
-    return [COLOCATED, ONE_STEP_OFF] if is_critic_less and gpus > 1 else [COLOCATED]
+    may_be_apart = not spec.algorithm.needs_critic and sum(pool.gpus for pool in spec.pools) > 1
+    return [COLOCATED, ONE_STEP_OFF] if may_be_apart else [COLOCATED]
 
 
 def _work(spec: PPOJobSpec, prompts: Path) -> dict[str, Any]:

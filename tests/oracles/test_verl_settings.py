@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.bench.measurement import spec_of
 from tests.bench.verl_settings import COLOCATED, ONE_STEP_OFF, overrides
 from tests.environments import OwnEnvironment, run
 from tests.oracles.environments import ANSWER_LIMIT_SECONDS, HERE
+from tests.unit.bench.test_verl import grpo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -21,13 +21,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder, size = tmp_path_factory.mktemp("verl"), workload.Size()
-    job = workload.job(folder, size, layout("colocated", 2), 6, "CUDA")
-    grpo = copy.deepcopy(job)
-    grpo["spec"]["algorithm"] = {"advantageEstimator": "GRPO", "kl": {"inLoss": True}}
-    grpo["spec"]["rollout"]["samplesPerPrompt"] = 8
+    spec = spec_of(workload.job(folder, size, layout("colocated", 2), 6, "CUDA"))
     chosen = {
-        schedule.module: overrides(spec_of(raw), size, folder / "prompts.parquet", folder, schedule)
-        for schedule, raw in ((COLOCATED, job), (ONE_STEP_OFF, grpo))
+        schedule.module: overrides(of_schedule, size, folder / "prompts.parquet", folder, schedule)
+        for schedule, of_schedule in ((COLOCATED, spec), (ONE_STEP_OFF, grpo(2)))
     }
     given, answered = folder / "overrides.json", folder / "answers.json"
     given.write_text(json.dumps(chosen), encoding="utf-8")

@@ -51,35 +51,35 @@ def drawn(dtype: torch.dtype, value_size: int = SIZE) -> tuple[Tensor, Tensor, T
     return queries, keys, one(num_tokens, KEY_HEADS, value_size), one(HEADS)
 
 
-class Kernels:
-    """What the kernels compute: outputs and logarithms of sums without sinks, and gradients from given logarithms."""
+def plain_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel computes: outputs and logarithms of sums, without sinks."""
+    scores = scores_of(query, key, window_of(packing))
+    value = value.repeat_interleave(HEADS // KEY_HEADS, dim=1)
+    sums = scores.logsumexp(2)
+    return torch.einsum("hts,shd->thd", (scores - sums.unsqueeze(2)).exp(), value), sums, torch.zeros(2)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        scores = scores_of(query, key, self.window_of(packing))
-        value = value.repeat_interleave(HEADS // KEY_HEADS, dim=1)
-        sums = scores.logsumexp(2)
-        return torch.einsum("hts,shd->thd", (scores - sums.unsqueeze(2)).exp(), value), sums, torch.zeros(2)
 
-    def backward(self, outer: Tensor, saved: tuple[Tensor, ...], packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, output, sums, _ = saved
-        shares = (scores_of(query, key, self.window_of(packing)) - sums.unsqueeze(2)).exp()
-        times = HEADS // KEY_HEADS
-        wide_key, wide_value = (one.repeat_interleave(times, dim=1) for one in (key, value))
-        products = torch.linalg.vecdot(outer, output).T.unsqueeze(2)
-        of_scores = shares * (torch.einsum("thd,shd->hts", outer, wide_value) - products) * SCALE
-        of_key, of_value = torch.einsum("hts,thd->shd", of_scores, query), torch.einsum("hts,thd->shd", shares, outer)
-        narrow = [one.unflatten(1, (KEY_HEADS, times)).sum(2) for one in (of_key, of_value)]
-        return torch.einsum("hts,shd->thd", of_scores, wide_key), narrow[0], narrow[1]
+def plain_backward(outer: Tensor, saved: tuple[Tensor, ...], packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel computes: gradients, with the given outputs and logarithms of sums."""
+    query, key, value, output, sums, _ = saved
+    shares = (scores_of(query, key, window_of(packing)) - sums.unsqueeze(2)).exp()
+    times = HEADS // KEY_HEADS
+    wide_key, wide_value = (one.repeat_interleave(times, dim=1) for one in (key, value))
+    products = torch.linalg.vecdot(outer, output).T.unsqueeze(2)
+    of_scores = shares * (torch.einsum("thd,shd->hts", outer, wide_value) - products) * SCALE
+    of_key, of_value = torch.einsum("hts,thd->shd", of_scores, query), torch.einsum("hts,thd->shd", shares, outer)
+    narrow = [one.unflatten(1, (KEY_HEADS, times)).sum(2) for one in (of_key, of_value)]
+    return torch.einsum("hts,shd->thd", of_scores, wide_key), narrow[0], narrow[1]
 
-    def window_of(self, packing: Packing) -> int | None:
-        return None if packing.is_causal else packing.window[0] + 1
+
+def window_of(packing: Packing) -> int | None:
+    return None if packing.is_causal else packing.window[0] + 1
 
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_the_gradients_are_those_of_one_more_score(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    kernels = Kernels()
-    monkeypatch.setattr(sinks, "_forward_kernel", kernels.forward)
-    monkeypatch.setattr(sinks, "_backward_kernel", kernels.backward)
+    monkeypatch.setattr(sinks, "_forward_kernel", plain_forward)
+    monkeypatch.setattr(sinks, "_backward_kernel", plain_backward)
     inputs = drawn(torch.float32)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     packing = Packing(starts, starts, 9, 9, SCALE, (-1 if window is None else window - 1, 0))

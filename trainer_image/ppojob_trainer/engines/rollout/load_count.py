@@ -123,17 +123,14 @@ class _Load:
         held = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         mapper: WeightsMapper | None = getattr(self._model, "hf_to_vllm_mapper", None)
         for name, tensor in weights:
-            own_name = name if mapper is None else mapper.map_name(name)
             if not _is_uncounted(name):
                 self._num_came += tensor.numel()
-            elif own_name is None:
-                # vLLM leaves it out on purpose.
-                pass
-            elif own_name in held:
+            elif (own_name := name if mapper is None else mapper.map_name(name)) in held:
                 # Only of these a copy: a stage reads nothing of another one's.
                 with unrecorded():
                     self._copied[own_name] = tensor.clone()
-            else:
+            elif own_name is not None:
+                # vLLM does not leave it out on purpose.
                 self._not_held.append(name)
             yield name, tensor
 

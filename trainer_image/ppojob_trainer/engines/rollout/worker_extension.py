@@ -43,6 +43,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from ppojob_trainer.engines.errors import WeightSyncError
+from ppojob_trainer.engines.rollout.fused_experts import one_by_one
 from ppojob_trainer.engines.rollout.load_count import Expected, counted_load
 from ppojob_trainer.engines.rollout.loader_reads import LoaderReads
 from ppojob_trainer.engines.rollout.options import HOST_ADDRESS, WORKER_ADDRESS, WORKER_FAILURE
@@ -51,7 +52,6 @@ from ppojob_trainer.engines.rollout.quantized_read_back import is_quantized, rea
 from ppojob_trainer.engines.rollout.read_back import ReadBack, bits_of, total_of
 from ppojob_trainer.engines.rollout.routed_experts import record_experts
 from ppojob_trainer.engines.rollout.seeded_verification import verify_by_seed
-from ppojob_trainer.engines.rollout.whole_experts import one_by_one
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.boxes import Box
 from ppojob_trainer.engines.weights.plans import WeightLink

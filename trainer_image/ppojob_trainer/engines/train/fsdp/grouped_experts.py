@@ -24,10 +24,10 @@ from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
 
-__all__ = ["ADAPTERS", "multiply"]
+__all__ = ["ADAPTERS", "ALIGNED", "multiply"]
 
-_ALIGNED: Final = 8
-"""16 bytes in bfloat16, and 32 in float32."""
+ALIGNED: Final = 8
+"""Numbers of which a GPU's grouped product needs a multiple in a row: 16 bytes in bfloat16, and 32 in float32."""
 ADAPTERS: Final = "adapters"
 """Name of the experts' module with the adapters of their parameters, by the parameter's name; most have none."""
 
@@ -71,8 +71,7 @@ def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor, weights_S: T
 def _biases(bias_EO: Tensor, rows: Tensor, ends_E: Tensor, weights_S: Tensor | None) -> Tensor:
     """Return the bias of each row's expert times the row's weight, [S, O]."""
     weights_S = rows.new_ones(len(rows)) if weights_S is None else weights_S.to(rows.dtype)
-    # A GPU's grouped product needs rows of a multiple of 16 bytes.
-    weights_SN, bias_EON = (functional.pad(one.unsqueeze(-1), (0, _ALIGNED - 1)) for one in (weights_S, bias_EO))
+    weights_SN, bias_EON = (functional.pad(one.unsqueeze(-1), (0, ALIGNED - 1)) for one in (weights_S, bias_EO))
     products: Tensor = _grouped_linear(weights_SN, bias_EON, ends_E)
     return products
 

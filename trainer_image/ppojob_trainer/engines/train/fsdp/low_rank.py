@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,10 @@ from torch.nn import functional
 from transformers.integrations.moe import _can_use_grouped_mm, _grouped_linear
 
 from ppojob_api.v1alpha1.model import LoRA
+from ppojob_trainer.engines.train.fsdp.grouped_experts import ALIGNED
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 
 __all__ = ["ExpertProjection", "LoRAExperts", "LoRALinear", "merge"]
-
-_ALIGNED: Final = 8
-"""16 bytes in bfloat16, and 32 in float32."""
 
 
 class LoRALinear(nn.Linear):
@@ -106,7 +104,7 @@ class LoRAExperts(nn.Module):
         super().__init__()
         _, num_outputs, num_inputs = weight.shape
         self.factor, self.is_on = lora.alpha / lora.rank, True
-        width, up, down = -(-lora.rank // _ALIGNED) * _ALIGNED, [], []
+        width, up, down = -(-lora.rank // ALIGNED) * ALIGNED, [], []
         for number, (name, rows) in enumerate(projections.items()):
             self.add_module(name, ExpertProjection(weight, rows, lora))
             ranks = slice(number * width, number * width + lora.rank)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# It registers the kernels that are called here.
+import torch.nn.attention.varlen  # noqa: F401
 from torch import Tensor
-from torch.nn.attention import varlen as _varlen
 
 __all__ = ["Packing", "attend_with_sinks"]
-
-assert _varlen, "it registers the kernels that are called here"
 
 
 @dataclass(frozen=True)
