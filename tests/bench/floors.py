@@ -51,19 +51,24 @@ def sync_floor(shape: Mapping[str, int], size: Size, bandwidth: float) -> float:
 def num_parameters(shape: Mapping[str, int], size: Size) -> int:
     """Return the parameters of the matrices, and of embeddings and output layer, which a shape shares by default."""
     tables = 1 if shape.get("tie_word_embeddings", True) else 2
-    return _matrices(shape, "num_experts") + tables * size.vocabulary * shape["hidden_size"]
+    return _matrices(shape) + tables * size.vocabulary * shape["hidden_size"]
 
 
-def _matrices(shape: Mapping[str, int], experts: str) -> int:
-    """Return the parameters of the layers; of a mixture, with as many experts as the setting of that name says."""
+def _matrices(shape: Mapping[str, int], *, active: bool = False) -> int:
+    """Return the parameters of the layers; of a mixture with all experts, or (`active`) with those of one token."""
     hidden = shape["hidden_size"]
     per_layer = 2 * hidden * _queries(shape) + hidden * _key_values(shape)
-    if "num_experts" in shape:
-        router = hidden * shape["num_experts"]
-        per_layer += 3 * hidden * shape["moe_intermediate_size"] * shape[experts] + router
+    if experts := shape.get("num_experts", shape.get("num_local_experts")):
+        expert = 3 * hidden * shape.get("moe_intermediate_size", shape["intermediate_size"])
+        per_layer += expert * (shape["num_experts_per_tok"] if active else experts) + hidden * experts
     else:
         per_layer += 3 * hidden * shape["intermediate_size"]
     return shape["num_hidden_layers"] * per_layer
+
+
+def _span(shape: Mapping[str, int], length: float) -> float:
+    """Return how many of so many tokens a layer reads; with a sliding window, every second layer reads no more."""
+    return (length + min(length, shape.get("sliding_window", length))) / 2
 
 
 def _queries(shape: Mapping[str, int]) -> int:
@@ -98,17 +103,17 @@ def floors_of(
         recomputes: of actor and critic, whether gradient checkpointing has the layers computed again.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    matrices, computed = _matrices(shape, "num_experts"), _matrices(shape, "num_experts_per_tok")
+    matrices, computed = _matrices(shape), _matrices(shape, active=True)
     output = size.vocabulary * hidden
     length = size.prompt_tokens + size.response_tokens
     tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
-    attention = 2 * layers * _queries(shape) * length * tokens
+    attention = 2 * layers * _queries(shape) * _span(shape, length) * tokens
     backbone = 2 * computed * tokens + attention
     head_cost = 2 * output * written
     # For each of the generated places, all weights are read once (all experts: some sequence uses each of them), and
     # every sequence's keys and values.
     mean_length = size.prompt_tokens + size.response_tokens / 2
-    cache = size.num_prompts / gpus["rollout"] * mean_length * layers * _key_values(shape) * 2
+    cache = size.num_prompts / gpus["rollout"] * _span(shape, mean_length) * layers * _key_values(shape) * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
     least = {"gen": generation}
     # An update: forward, forward again where it is recomputed, and backward, which is twice a forward.

@@ -5,7 +5,8 @@ exactly 512 (the end of sequence is ignored), PPO with GAE and a critic, 4 minib
 checkpointing. verl does the same work (`verl_run`). Varied, the responses end by chance, as those of a real task do:
 the model's generation settings have many tokens that end a sequence.
 `30B-A3B` is a Qwen3 mixture of experts with the sizes of Qwen3-30B-A3B, `4B-A0.9B` a smaller one whose experts are as
-large, and `7B-A1B` one with the layers and experts of OLMoE-1B-7B.
+large, and `7B-A1B` one with the layers and experts of OLMoE-1B-7B. `20B-A3.6B` has the sizes of gpt-oss-20b, except
+for the vocabulary.
 Called by `bench_split` and `bench_host_memory`.
 """
 
@@ -91,6 +92,19 @@ SHAPES: dict[str, dict[str, int]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "20B-A3.6B": {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "tiny-experts": {
@@ -106,9 +120,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "norm_topk_prob": True,
     },
 }
-"""Settings of a model's configuration. One with `num_experts` is a Qwen3 mixture of experts, any other a Qwen2."""
+"""Settings of a model's configuration; `family` says of which kind of model."""
 # A processor takes minutes for them.
-_DRAWN_ON_GPU = frozenset({"7B", "32B", "4B-A0.9B", "7B-A1B", "30B-A3B"})
+_DRAWN_ON_GPU = frozenset({"7B", "32B", "4B-A0.9B", "7B-A1B", "20B-A3.6B", "30B-A3B"})
 _NUM_BYTES = 256
 _SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 REWARD = '''"""A reward that costs nothing and depends on the response alone."""
@@ -136,6 +150,13 @@ class Size:
     vocabulary: int = VOCABULARY
     is_varied: bool = False
     contrast: float = 1.0
+
+
+def family(shape: Mapping[str, int]) -> str:
+    """Return the type of a shape's model, by transformers' name: each family has its name for the number of experts."""
+    if "num_local_experts" in shape:
+        return "gpt_oss"
+    return "qwen3_moe" if "num_experts" in shape else "qwen2"
 
 
 def size_of(shape: str) -> Size:
@@ -214,11 +235,15 @@ def _write_model(folder: Path, size: Size, shape: Mapping[str, int]) -> None:
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}<|assistant|>"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"num_key_value_heads": KEY_VALUE_HEADS, "tie_word_embeddings": True, **shape}
+    settings: dict[str, Any] = {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": KEY_VALUE_HEADS,
+        "tie_word_embeddings": True,
+        **shape,
+    }
     config = AutoConfig.for_model(
-        "qwen3_moe" if "num_experts" in shape else "qwen2",
+        family(shape),
         vocab_size=size.vocabulary,
-        max_position_embeddings=32_768,
         rope_theta=1e6,
         eos_token_id=vocabulary["<|endoftext|>"],
         **settings,

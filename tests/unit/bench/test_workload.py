@@ -187,6 +187,20 @@ def test_a_mixture_computes_the_experts_of_a_token_and_reads_all() -> None:
     assert least["gen"] - without["gen"] == pytest.approx(512 * 2 * 12 * (64 * one_expert + router) / 5e12)
 
 
+def test_every_second_layer_reads_no_more_than_its_window() -> None:
+    windowed = workload.SHAPES["20B-A3.6B"]
+    full = {name: value for name, value in windowed.items() if name != "sliding_window"}
+
+    def least(shape: dict[str, int]) -> dict[str, float]:
+        return floors_of(shape, workload.Size(), 1e15, 5e12, GPUS, RECOMPUTED)
+
+    attention = 2 * 12 * 64 * 64 * (642 - 128) * 164_352
+    assert least(full)["values"] - least(windowed)["values"] == pytest.approx(attention / 1e15 / GPUS["critic"])
+    # Twelve layers have keys and values of 128 tokens instead of 386, the mean length.
+    read = 512 * 256 / GPUS["rollout"] * (386 - 128) * 12 * 2 * 8 * 64 * 2
+    assert least(full)["gen"] - least(windowed)["gen"] == pytest.approx(read / 5e12)
+
+
 def test_a_job_without_a_critic_has_no_least_times_of_one() -> None:
     gpus = {role: count for role, count in GPUS.items() if role != "critic"}
 
@@ -197,7 +211,7 @@ def test_a_job_without_a_critic_has_no_least_times_of_one() -> None:
     assert all(least[phase] == everything[phase] for phase in least)
 
 
-@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B", "4B-A0.9B", "7B-A1B", "30B-A3B"])
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B", "4B-A0.9B", "7B-A1B", "20B-A3.6B", "30B-A3B"])
 def test_the_parameters_of_a_shape_are_those_of_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
