@@ -34,6 +34,7 @@ from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, writte
 from ppojob_trainer.engines.train.fsdp.experts import expert_modules
 from ppojob_trainer.engines.train.fsdp.grouped_experts import ADAPTERS
 from ppojob_trainer.engines.train.fsdp.low_rank import LoRAExperts, LoRALinear, merge
+from ppojob_trainer.maths.rounding import round_stochastically
 
 _A, _B, _WEIGHT = "lora_A", "lora_B", "weight"
 ADAPTER_FOLDER: Final = "adapter"
@@ -189,7 +190,8 @@ def merged(
     layer = language_model.get_submodule(owner)
     if isinstance(layer, LoRALinear) and last == _WEIGHT:
         down, up = whole(layer.lora_A.detach()), whole(layer.lora_B.detach())
-        return merge(weight, down, up, layer.factor).to(dtype)
+        # The nearest bfloat16 of a weight with a small adapter is the weight without it.
+        return round_stochastically(merge(weight, down, up, layer.factor), dtype)
     adapters = getattr(layer, ADAPTERS, None)
     if isinstance(adapters, nn.ModuleDict) and last in adapters:
         of_experts = adapters[last]

@@ -70,10 +70,14 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return y of the module's docstring."""
-        output = functional.linear(input, self.weight, self.bias)
         if not self.is_on:
-            return output
-        return output + functional.linear(functional.linear(input, self.lora_A), self.lora_B) * self.factor
+            return functional.linear(input, self.weight, self.bias)
+        rows_TD = input.flatten(0, -2)
+        added_TO = functional.linear(functional.linear(rows_TD, self.lora_A), self.lora_B)
+        # One product, which adds in float32 and rounds once. To a result that bfloat16 has rounded already, the sum with
+        # a small adapter would be rounded back.
+        output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).unflatten(0, input.shape[:-1])
+        return output if self.bias is None else output + self.bias
 
 
 class ExpertProjection(nn.Module):
