@@ -23,8 +23,8 @@ __all__ = ["round_stochastically"]
 
 _DROPPED_BITS: Final = 16
 _PERIOD: Final = 1_048_573
-"""Places after which the random numbers repeat: a prime, so that they are others in each row of a matrix. It is also the
-most numbers that are rounded at a time, which bounds the memory."""
+"""Places after which the random numbers repeat: a prime, so that each row of a matrix has others. So many numbers are
+rounded at a time, which bounds the memory."""
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapters that change a weight by much less than bfloat16 keeps of it: the layer's result and the pushed weight show it."""
+"""Adapters whose changes are far below the precision of bfloat16: a layer's results and pushed weights have them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.test_expert_adapter_products import HIDDEN, USUAL, adapted, loop
+from tests.unit.trainer.engines.tiny_experts import NUM_EXPERTS, save_tiny_experts
 
 ADAPTERS = LoRA(rank=16, alpha=32.0)
 SMALL = 1e-5
@@ -28,8 +31,8 @@ def share_of(found: Tensor, expected: Tensor) -> float:
     return float((found * expected).sum() / expected.square().sum())
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_layers_result_has_all_of_a_small_adapter(has_bias: bool) -> None:
+def share_in_a_layer(device: str, *, has_bias: bool, compiles: bool = False) -> float:
+    """Return how much of a small adapter is in the results of a layer in bfloat16."""
     torch.manual_seed(1)
     linear = nn.Linear(256, 256, bias=has_bias)
     nn.init.normal_(linear.weight, std=0.02)
@@ -38,36 +41,66 @@ def test_a_layers_result_has_all_of_a_small_adapter(has_bias: bool) -> None:
     nn.init.kaiming_uniform_(layer.lora_A, a=5**0.5)
     with torch.no_grad():
         layer.lora_B.copy_(SMALL * torch.randn_like(layer.lora_B).sign())
-    layer.bfloat16()
-    inputs = torch.randn(2, 2048, 256).bfloat16()
+    layer.bfloat16().to(device)
+    inputs = torch.randn(2, 2048, 256).bfloat16().to(device)
     exact = {name: value.detach().double() for name, value in layer.named_parameters()}
     added = 2.0 * (inputs.double() @ exact["lora_A"].T) @ exact["lora_B"].T
     base = inputs.double() @ exact["weight"].T + exact.get("bias", 0.0)
-
-    found = layer(inputs).double() - base
-
-    # The nearest bfloat16 is up to 1/256 away, and the adapter adds a tenth of that.
+    # The nearest bfloat16 is up to 1/256 away.
     assert added.abs().mean() < base.abs().mean() / 1000
-    assert share_of(found, added) == pytest.approx(1, abs=0.1)
+    if compiles:
+        layer.compile()
+    # What follows a layer in a model, with which a compiler may join its sum.
+    found = layer(inputs).relu()
+    return share_of((found.double() - base.relu())[base > 0], added[base > 0])
 
 
-def test_pushed_weights_have_all_of_a_small_adapter(parallel: ParallelMesh, model_path: Path) -> None:
-    actor = ActorModel(path=str(model_path), lora=ADAPTERS)
-    engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1, seed=5, dtype=torch.bfloat16)
-    model = engine.module.language_model
-    adapted = {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
-    expected: dict[str, Tensor] = {}
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layers_result_has_all_of_a_small_adapter(has_bias: bool) -> None:
+    assert share_in_a_layer("cpu", has_bias=has_bias) == pytest.approx(1, abs=0.1)
+
+
+def test_results_of_experts_have_all_of_small_adapters() -> None:
+    _, module = adapted([*USUAL], rank=8)
     with torch.no_grad():
-        for name, layer in adapted.items():
-            up, down = local(layer.lora_B), local(layer.lora_A)
-            up.copy_(SMALL * torch.randn_like(up).sign())
-            expected[name] = 2.0 * up @ down
+        for name, parameter in module.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.mul_(1e-4)
+    module.bfloat16()
+    hidden = torch.randn(32_768, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    first = torch.arange(len(hidden))
+    chosen = torch.stack([first % NUM_EXPERTS, (first + 1) % NUM_EXPERTS], dim=1)
+    weights = torch.full(chosen.shape, 0.5)
 
-    weights = ShardedWeights(model, torch.bfloat16)
-    pushed = dict(zip((spec.name for spec in weights.specs()), weights.gather(), strict=True))
+    found = experts.count_and_multiply(module, hidden, chosen, weights)
 
-    assert len(expected) == 14
-    changes = [pushed[f"{name}.weight"].float() - layer.weight.float() for name, layer in adapted.items()]
-    found, wanted = (torch.cat([one.flatten() for one in many]) for many in (changes, expected.values()))
-    assert wanted.abs().mean() < SMALL
-    assert share_of(found, wanted) == pytest.approx(1, abs=0.2)
+    module.double()
+    with_adapters, base = (loop(module, one, hidden.double(), chosen, weights.double()) for one in ([*USUAL], []))
+    assert (with_adapters - base).abs().mean() < base.abs().mean() / 1000
+    assert share_of(found.double() - base, with_adapters - base) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_pushed_weights_have_all_of_a_small_adapter(
+    parallel: ParallelMesh, model_path: Path, tmp_path: Path, has_experts: bool
+) -> None:
+    path = save_tiny_experts(tmp_path / "experts") if has_experts else model_path
+    actor = ActorModel(path=str(path), lora=ADAPTERS)
+    engine = policy_engine(parallel, actor, ActorSpec(), AlgorithmSpec(), total_steps=1, seed=5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith("lora_B"):
+                local(parameter).copy_(SMALL * torch.randn_like(local(parameter)).sign())
+
+    def pushed(dtype: torch.dtype) -> Tensor:
+        weights = ShardedWeights(engine.module.language_model, dtype)
+        return torch.cat([tensor.float().flatten() for tensor in weights.gather()])
+
+    exact, found = pushed(torch.float32), pushed(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith("lora_B"):
+                local(parameter).zero_()
+    base = pushed(torch.bfloat16)
+    assert (exact - base).abs().mean() < base.abs().mean() / 1000
+    assert share_of(found - base, exact - base) == pytest.approx(1, abs=0.2)

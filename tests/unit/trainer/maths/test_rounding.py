@@ -1,4 +1,4 @@
-"""Stochastic rounding: small changes are kept on average, what bfloat16 has stays, and equal inputs give equal bytes."""
+"""Stochastic rounding keeps small changes on average and what bfloat16 has, and equal inputs give equal bytes."""
 
 from __future__ import annotations
 

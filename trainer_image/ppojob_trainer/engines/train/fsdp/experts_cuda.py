@@ -1,4 +1,4 @@
-"""Copies and sums of rows, and the gate of experts with its gradient, as Triton kernels with one pass over the memory.
+"""Copies and sums of rows, sums with adapters and the gate of experts, as Triton kernels that pass the memory once.
 
 Between two grouped products, plain PyTorch reads and writes the rows of all experts a dozen times, which takes longer
 than the products. Called by `expert_rows` and `grouped_experts` on CUDA; it imports Triton, which machines without a
@@ -75,6 +75,16 @@ def gate_gradients(both_SI: Tensor, weights_S: Tensor, outer_SI: Tensor) -> tupl
     return grad, grad_weights
 
 
+def add(into: Tensor, added: Tensor) -> None:
+    """Add a tensor to another one, rounded stochastically, as in `maths.rounding`; the hash of places has no period.
+
+    Args:
+        into, added: bfloat16, contiguous.
+    """
+    if number := into.numel():
+        _add_kernel[(triton.cdiv(number, _LARGEST_BLOCK),)](into, added, number, BLOCK=_LARGEST_BLOCK, num_warps=4)
+
+
 @triton.jit
 def _take_kernel(tokens_of, tokens, found, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -97,6 +107,25 @@ def _sums_kernel(rows, of_tokens, starts, found, num_rows, size, BLOCK: tl.const
         row = tl.load(of_tokens + place)
         total += tl.load(rows + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(found + token * size + columns, total.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_kernel(into, added, number, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < number - block
+    total = tl.load(into + block + lanes, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(added + block + lanes, mask=inside, other=0.0).to(tl.float32)
+    bits = total.to(tl.uint32, bitcast=True)
+    # Wellons' hash `lowbias32`.
+    random = (block + lanes).to(tl.uint32)
+    random = (random ^ (random >> 16)) * 0x7FEB352D
+    random = (random ^ (random >> 15)) * 0x846CA68B
+    random = (random ^ (random >> 16)) & 0xFFFF
+    # A carry out of a NaN would give a number.
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(is_finite, bits + random, bits)
+    tl.store(into + block + lanes, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
 
 
 @triton.jit

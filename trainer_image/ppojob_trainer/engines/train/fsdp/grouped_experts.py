@@ -4,10 +4,11 @@
 
 A token's weight of an expert is applied before the last product, which is linear, because rows are the smallest there
 and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Adapters
-(`low_rank`) add to the result of each product, over the same rows. Biases, which gpt-oss has, are grouped products too:
-of 1, or of the row's weight, with the expert's bias. So their gradients are summed in float32, in a fixed order. Called
-by `experts`; transformers chooses the kernel of the products: a grouped one on the CPU and on GPUs from compute
-capability 8.0, else one product for each expert.
+(`low_rank`) add to the result of each product, over the same rows. In bfloat16 this sum is rounded stochastically
+(`maths.rounding`), because a small change of a rounded result would be rounded off. Biases, which gpt-oss has, are
+grouped products too: of 1, or of the row's weight, with the expert's bias. So their gradients are summed in float32, in
+a fixed order. Called by `experts`; transformers chooses the kernel of the products: a grouped one on the CPU and on
+GPUs from compute capability 8.0, else one product for each expert.
 
 Suffixes: S rows, I size of an expert's hidden layer, D size of the hidden states, E experts.
 """
@@ -23,6 +24,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
+from ppojob_trainer.maths.rounding import round_stochastically
 
 __all__ = ["ADAPTERS", "ALIGNED", "multiply"]
 
@@ -65,7 +67,7 @@ def _product(experts: Any, name: str, rows: Tensor, ends_E: Tensor, weights_S: T
     # In place, because nothing saves the base's product.
     if experts.has_bias:
         output.add_(_biases(getattr(experts, f"{name}_bias"), rows, ends_E, weights_S))
-    return output if added is None else output.add_(added)
+    return output if added is None else _sum(output, added)
 
 
 def _biases(bias_EO: Tensor, rows: Tensor, ends_E: Tensor, weights_S: Tensor | None) -> Tensor:
@@ -74,6 +76,15 @@ def _biases(bias_EO: Tensor, rows: Tensor, ends_E: Tensor, weights_S: Tensor | N
     weights_SN, bias_EON = (functional.pad(one.unsqueeze(-1), (0, ALIGNED - 1)) for one in (weights_S, bias_EO))
     products: Tensor = _grouped_linear(weights_SN, bias_EON, ends_E)
     return products
+
+
+def _sum(output: Tensor, added: Tensor) -> Tensor:
+    """Add what adapters add to the base's product, in place. Small numbers are not rounded off."""
+    # torch.compile adds in float32, and what follows reads the sum before it is rounded.
+    if output.dtype is not torch.bfloat16 or torch.compiler.is_compiling():
+        return output.add_(added)
+    found: Tensor = _Sum.apply(output, added)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
@@ -90,6 +101,22 @@ def _weighted(experts: Any, inner: Tensor, weights_S: Tensor) -> Tensor:
 def _has_default_gate(experts: Any) -> bool:
     """Return whether there is a gate, and it is act_fn(gate) * up; a family may have another one."""
     return experts.has_gate and getattr(experts._apply_gate, "__func__", None) is _default_apply_gate
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of two tensors in bfloat16, in the first of them, rounded stochastically; nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, into: Tensor, added: Tensor) -> Tensor:
+        ctx.mark_dirty(into)
+        if (found := kernels(into)) is not None:
+            found.add(into, added.contiguous())
+            return into
+        return into.copy_(round_stochastically(into.float() + added.float(), into.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0]
 
 
 class _Gate(torch.autograd.Function):

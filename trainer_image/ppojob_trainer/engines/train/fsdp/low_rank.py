@@ -43,6 +43,7 @@ from transformers.integrations.moe import _can_use_grouped_mm, _grouped_linear
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.fsdp.grouped_experts import ALIGNED
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
+from ppojob_trainer.maths.rounding import round_stochastically
 
 __all__ = ["ExpertProjection", "LoRAExperts", "LoRALinear", "merge"]
 
@@ -74,8 +75,8 @@ class LoRALinear(nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         rows_TD = input.flatten(0, -2)
         added_TO = functional.linear(functional.linear(rows_TD, self.lora_A), self.lora_B)
-        # One product, which adds in float32 and rounds once. To a result that bfloat16 has rounded already, the sum with
-        # a small adapter would be rounded back.
+        # One product, which adds in float32 and rounds once. A small change of a result that is bfloat16 already would
+        # be rounded off.
         output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).unflatten(0, input.shape[:-1])
         return output if self.bias is None else output + self.bias
 
@@ -131,7 +132,7 @@ class LoRAExperts(nn.Module):
         return _padded_product(inner, ends_E, self._up, up)
 
     def merge_into(self, weight: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return W + factor * B A in `dtype`, of each expert as `merge` computes it.
+        """Return W + factor * B A in `dtype`, of each expert as `merge` and `round_stochastically` compute it.
 
         The bytes of an expert do not depend on how many of them are merged at a time.
 
@@ -144,7 +145,8 @@ class LoRAExperts(nn.Module):
             rows = slice(projection.rows.start, projection.rows.stop)
             # One after the other: a layer's experts in float32 take twice the memory of the layer.
             for expert in range(len(weight)):
-                merged[expert, rows] = merge(weight[expert, rows], down[expert], up[expert], self.factor)
+                of_one = merge(weight[expert, rows], down[expert], up[expert], self.factor)
+                merged[expert, rows] = round_stochastically(of_one, dtype)
         return merged
 
     def _projections(self) -> Iterator[ExpertProjection]:
