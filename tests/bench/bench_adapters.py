@@ -102,7 +102,9 @@ def _log_probs(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    model.load_state_dict(weights, strict=False)
+    # Tied weights are missing; of a mixture, experts would be unexpected.
+    if unexpected := model.load_state_dict(weights, strict=False).unexpected_keys:
+        raise ValueError(f"the model does not have {unexpected[:2]}: take a --shape without experts")
     model.to(device)
     tokens = torch.stack(batch.ragged(Keys.INPUT_IDS).rows()).to(device)
     length = batch.padded(Keys.RESPONSE_MASK).shape[1]

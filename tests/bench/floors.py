@@ -66,9 +66,15 @@ def _matrices(shape: Mapping[str, int], *, active: bool = False) -> int:
     return shape["num_hidden_layers"] * per_layer
 
 
-def _span(shape: Mapping[str, int], length: float) -> float:
+def _cached(shape: Mapping[str, int], length: float) -> float:
     """Return how many of so many tokens a layer reads; with a sliding window, every second layer reads no more."""
     return (length + min(length, shape.get("sliding_window", length))) / 2
+
+
+def _attended(shape: Mapping[str, int], length: int) -> float:
+    """Return how many tokens each of so many reads on average; with a sliding window in every second layer."""
+    window = min(length, shape.get("sliding_window", length))
+    return (length / 2 + window * (1 - window / (2 * length))) / 2
 
 
 def _queries(shape: Mapping[str, int]) -> int:
@@ -107,13 +113,13 @@ def floors_of(
     output = size.vocabulary * hidden
     length = size.prompt_tokens + size.response_tokens
     tokens, written = size.num_prompts * length, size.num_prompts * size.response_tokens
-    attention = 2 * layers * _queries(shape) * _span(shape, length) * tokens
+    attention = 4 * layers * _queries(shape) * _attended(shape, length) * tokens
     backbone = 2 * computed * tokens + attention
     head_cost = 2 * output * written
     # For each of the generated places, all weights are read once (all experts: some sequence uses each of them), and
     # every sequence's keys and values.
     mean_length = size.prompt_tokens + size.response_tokens / 2
-    cache = size.num_prompts / gpus["rollout"] * _span(shape, mean_length) * layers * _key_values(shape) * 2
+    cache = size.num_prompts / gpus["rollout"] * _cached(shape, mean_length) * layers * _key_values(shape) * 2
     generation = size.response_tokens * ((matrices + output) * 2 + cache) / bandwidth
     least = {"gen": generation}
     # An update: forward, forward again where it is recomputed, and backward, which is twice a forward.

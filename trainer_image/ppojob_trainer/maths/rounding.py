@@ -8,8 +8,9 @@ change of many numbers is kept on average:
     nearest  1      1      1      1      ...      mean 1
     here     1      1      1.0078 1      ...      mean 1.0010
 
-The random numbers are a hash of a number's place. So equal inputs give equal bytes in each process and on each device,
-and a number that does not change is rounded as before.
+The random numbers are a hash of the bits of x. So a number gives the same bits each time, in each process and on each
+device, wherever it stands and whatever is beside it. Plain operations of single numbers: torch.compile makes one kernel
+of them.
 """
 
 from __future__ import annotations
@@ -19,40 +20,42 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["round_stochastically"]
+__all__ = ["round_each", "round_stochastically"]
 
 _DROPPED_BITS: Final = 16
-_PERIOD: Final = 1_048_573
-"""Places after which the random numbers repeat: a prime, so that each row of a matrix has others. So many numbers are
-rounded at a time, which bounds the memory."""
+_AT_A_TIME: Final = 2**24
+"""So many numbers are rounded at a time, which bounds the memory."""
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values in `dtype`, of the same shape; for another dtype than bfloat16, the nearest ones.
 
-    What bfloat16 has stays as it is, infinities and NaN included.
+    Numbers that bfloat16 can represent do not change.
 
     Args:
         values: float32.
     """
     if dtype is not torch.bfloat16:
         return values.to(dtype)
-    flat = values.contiguous().view(-1)
-    random, found = _random(values.device), torch.empty_like(flat, dtype=torch.bfloat16)
-    for given, rounded in zip(flat.split(_PERIOD), found.split(_PERIOD), strict=True):
-        # The bits of a float32 are ordered by its size, so a carry into the kept bits gives the next bfloat16. A carry
-        # out of a NaN would give a number.
-        added = torch.where(given.isfinite(), random[: len(given)], 0)
-        rounded.copy_(((given.view(torch.int32) + added) >> _DROPPED_BITS).to(torch.int16).view(torch.bfloat16))
+    flat = values.reshape(-1)
+    found = torch.empty_like(flat, dtype=torch.bfloat16)
+    for given, rounded in zip(torch.split(flat, _AT_A_TIME), torch.split(found, _AT_A_TIME), strict=True):
+        rounded.copy_(round_each(given))
     return found.view(values.shape)
 
 
-def _random(device: torch.device) -> Tensor:
-    """Return evenly distributed integers of the dropped bits, int32 [_PERIOD]: Wellons' hash `lowbias32` of places."""
-    found = torch.arange(_PERIOD, dtype=torch.int32, device=device)
-    found ^= (found >> 16) & 0xFFFF
-    found *= 0x7FEB352D
-    found ^= (found >> 15) & 0x1FFFF
-    found *= 0x846CA68B - 2**32
-    found ^= (found >> 16) & 0xFFFF
-    return found & 0xFFFF
+def round_each(values: Tensor) -> Tensor:
+    """Return float32 values as `round_stochastically` does, in bfloat16, with all of its memory at a time."""
+    bits = values.view(torch.int32)
+    # The bits of a float32 are ordered by its size, so a carry into the kept bits gives the next bfloat16.
+    rounded = ((bits + _hash(bits)) >> _DROPPED_BITS).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), rounded, values.bfloat16())
+
+
+def _hash(bits: Tensor) -> Tensor:
+    """Return evenly distributed integers of the dropped bits, int32: Wellons' hash `lowbias32`."""
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ ((bits >> 15) & 0x1FFFF)
+    bits = bits * (0x846CA68B - 2**32)
+    return (bits ^ (bits >> 16)) & 0xFFFF

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, layers, offload
+from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, grouped_experts, layers, offload
 from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh, leave_process_group
 from ppojob_trainer.maths import log_probs
 from ppojob_trainer.planning.network import from_other_hosts
@@ -215,7 +215,7 @@ def _evenly(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]
 
 @contextmanager
 def as_on_cuda(live: LiveBytes) -> Iterator[None]:
-    """Run attention, norms before experts, the output layer and the offload of activations as they run on CUDA.
+    """Run attention, norms before experts, sums with adapters, the output layer and offload as they run on CUDA.
 
     Attention in one kernel; logits of a chunk in float32, and their gradient beside them.
     """
@@ -229,6 +229,7 @@ def as_on_cuda(live: LiveBytes) -> Iterator[None]:
             (log_probs, "_product", _product),
             (offload, "_to_host", _on_host(live, offload._to_host)),
             (layers, "_rms_norm", _RMSNorm.apply),
+            (grouped_experts, "_sum", lambda output, added: output.add_(added)),
         ):
             replaced.enter_context(_replaced(module, name, function))
         yield

@@ -11,7 +11,8 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,18 +76,29 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         model.save_pretrained(folder / name)
     kinds = {**dict.fromkeys(SLICES, "slices"), **dict.fromkeys(MIXTURES, "experts"), **dict.fromkeys(STAGES, "stages")}
     given = [f"{kinds[name]}:{folder / name}" for name in MODELS]
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: seen_by(rank, port, given), range(2))
+    first, second = seen_by_both(folder, port, given)
     return {name: pair for name, *pair in zip(MODELS, first, second, strict=True)}
 
 
-def seen_by(rank: int, port: int, given: list[str]) -> list[Any]:
-    command = [sys.executable, "-m", "tests.unit.trainer.engines.divided_models", str(rank), str(port), *given]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND "))
-    seen: list[Any] = json.loads(line.removeprefix("FOUND "))
-    return seen
+def seen_by_both(folder: Path, port: int, given: list[str]) -> list[list[Any]]:
+    """Return what the two ranks have seen. A rank whose peer has failed would wait for it, so it is ended."""
+    files, ranks = [folder / f"rank-{rank}.txt" for rank in range(2)], []
+    for rank, file in enumerate(files):
+        command = [sys.executable, "-m", "tests.unit.trainer.engines.divided_models", str(rank), str(port), *given]
+        with file.open("w") as output:
+            ranks.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+    until = time.monotonic() + LIMIT_SECONDS
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < until:
+            time.sleep(0.1)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    said = [file.read_text(encoding="utf-8") for file in files]
+    assert codes == [0, 0], "\n".join(f"rank {rank}: {text[-8000:]}" for rank, text in enumerate(said))
+    lines = [next(line for line in text.splitlines() if line.startswith("FOUND ")) for text in said]
+    return [json.loads(line.removeprefix("FOUND ")) for line in lines]
 
 
 def halves(length: int, *others: int) -> list[Any]:

@@ -48,10 +48,9 @@ def share_in_a_layer(device: str, *, has_bias: bool, compiles: bool = False) -> 
     base = inputs.double() @ exact["weight"].T + exact.get("bias", 0.0)
     # The nearest bfloat16 is up to 1/256 away.
     assert added.abs().mean() < base.abs().mean() / 1000
-    if compiles:
-        layer.compile()
-    # What follows a layer in a model, with which a compiler may join its sum.
-    found = layer(inputs).relu()
+    # With what follows a layer in a model, a compiler may join its sum.
+    compute = torch.compile(lambda rows: layer(rows).relu()) if compiles else lambda rows: layer(rows).relu()
+    found = compute(inputs)
     return share_of((found.double() - base.relu())[base > 0], added[base > 0])
 
 
@@ -60,7 +59,10 @@ def test_a_layers_result_has_all_of_a_small_adapter(has_bias: bool) -> None:
     assert share_in_a_layer("cpu", has_bias=has_bias) == pytest.approx(1, abs=0.1)
 
 
-def test_results_of_experts_have_all_of_small_adapters() -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_results_of_experts_have_all_of_small_adapters(compiles: bool) -> None:
     _, module = adapted([*USUAL], rank=8)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -72,7 +74,8 @@ def test_results_of_experts_have_all_of_small_adapters() -> None:
     chosen = torch.stack([first % NUM_EXPERTS, (first + 1) % NUM_EXPERTS], dim=1)
     weights = torch.full(chosen.shape, 0.5)
 
-    found = experts.count_and_multiply(module, hidden, chosen, weights)
+    compute = torch.compile(experts.count_and_multiply) if compiles else experts.count_and_multiply
+    found = compute(module, hidden, chosen, weights)
 
     module.double()
     with_adapters, base = (loop(module, one, hidden.double(), chosen, weights.double()) for one in ([*USUAL], []))

@@ -76,7 +76,7 @@ def gate_gradients(both_SI: Tensor, weights_S: Tensor, outer_SI: Tensor) -> tupl
 
 
 def add(into: Tensor, added: Tensor) -> None:
-    """Add a tensor to another one, rounded stochastically, as in `maths.rounding`; the hash of places has no period.
+    """Add a tensor to another one and round the sums as `maths.rounding` does.
 
     Args:
         into, added: bfloat16, contiguous.
@@ -118,14 +118,12 @@ def _add_kernel(into, added, number, BLOCK: tl.constexpr):
     total += tl.load(added + block + lanes, mask=inside, other=0.0).to(tl.float32)
     bits = total.to(tl.uint32, bitcast=True)
     # Wellons' hash `lowbias32`.
-    random = (block + lanes).to(tl.uint32)
-    random = (random ^ (random >> 16)) * 0x7FEB352D
+    random = (bits ^ (bits >> 16)) * 0x7FEB352D
     random = (random ^ (random >> 15)) * 0x846CA68B
     random = (random ^ (random >> 16)) & 0xFFFF
-    # A carry out of a NaN would give a number.
+    rounded = ((bits + random) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
-    bits = tl.where(is_finite, bits + random, bits)
-    tl.store(into + block + lanes, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    tl.store(into + block + lanes, tl.where(is_finite, rounded, total.to(tl.bfloat16)), mask=inside)
 
 
 @triton.jit

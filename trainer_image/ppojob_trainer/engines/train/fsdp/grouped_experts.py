@@ -24,7 +24,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate, _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
-from ppojob_trainer.maths.rounding import round_stochastically
+from ppojob_trainer.maths.rounding import round_each
 
 __all__ = ["ADAPTERS", "ALIGNED", "multiply"]
 
@@ -79,10 +79,13 @@ def _biases(bias_EO: Tensor, rows: Tensor, ends_E: Tensor, weights_S: Tensor | N
 
 
 def _sum(output: Tensor, added: Tensor) -> Tensor:
-    """Add what adapters add to the base's product, in place. Small numbers are not rounded off."""
-    # torch.compile adds in float32, and what follows reads the sum before it is rounded.
-    if output.dtype is not torch.bfloat16 or torch.compiler.is_compiling():
+    """Add what adapters add to the base's product, in place if not compiled. Small numbers are not rounded off."""
+    if output.dtype is not torch.bfloat16:
         return output.add_(added)
+    if torch.compiler.is_compiling():
+        total = output.float() + added.float()
+        # The gradient is that of the sum, of which the difference is 0.
+        return round_each(total.detach()) + (total - total.detach()).to(output.dtype)
     found: Tensor = _Sum.apply(output, added)  # type: ignore[no-untyped-call]
     return found
 
@@ -110,9 +113,10 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, into: Tensor, added: Tensor) -> Tensor:
         ctx.mark_dirty(into)
         if (found := kernels(into)) is not None:
+            assert into.is_contiguous()
             found.add(into, added.contiguous())
             return into
-        return into.copy_(round_stochastically(into.float() + added.float(), into.dtype))
+        return into.copy_(round_each(into.float() + added.float()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:

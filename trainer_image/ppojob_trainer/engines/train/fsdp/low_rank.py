@@ -47,6 +47,10 @@ from ppojob_trainer.maths.rounding import round_stochastically
 
 __all__ = ["ExpertProjection", "LoRAExperts", "LoRALinear", "merge"]
 
+_MERGED_NUMBERS = 2**24
+"""Numbers of experts that are merged before they are rounded together: a product and its rounding for each expert would
+keep the processor busy for seconds."""
+
 
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter. Weight and bias keep their names, so checkpoints of the model fit."""
@@ -77,7 +81,8 @@ class LoRALinear(nn.Linear):
         added_TO = functional.linear(functional.linear(rows_TD, self.lora_A), self.lora_B)
         # One product, which adds in float32 and rounds once. A small change of a result that is bfloat16 already would
         # be rounded off.
-        output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).unflatten(0, input.shape[:-1])
+        output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).view(*input.shape[:-1], -1)
+        # Not in the product, beside the adapter, which would be rounded off where a bias is large.
         return output if self.bias is None else output + self.bias
 
 
@@ -143,10 +148,12 @@ class LoRAExperts(nn.Module):
         for projection in self._projections():
             down, up = whole(projection.lora_A.detach()), whole(projection.lora_B.detach())
             rows = slice(projection.rows.start, projection.rows.stop)
-            # One after the other: a layer's experts in float32 take twice the memory of the layer.
-            for expert in range(len(weight)):
-                of_one = merge(weight[expert, rows], down[expert], up[expert], self.factor)
-                merged[expert, rows] = round_stochastically(of_one, dtype)
+            # A few at a time: a layer's experts in float32 take twice the memory of the layer.
+            number = max(1, _MERGED_NUMBERS // weight[0, rows].numel())
+            for first in range(0, len(weight), number):
+                some = range(first, min(first + number, len(weight)))
+                exact = [merge(weight[one, rows], down[one], up[one], self.factor) for one in some]
+                merged[some.start : some.stop, rows] = round_stochastically(torch.stack(exact), dtype)
         return merged
 
     def _projections(self) -> Iterator[ExpertProjection]:
