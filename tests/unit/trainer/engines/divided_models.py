@@ -28,6 +28,7 @@ from vllm.distributed import destroy_model_parallel, init_distributed_environmen
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -72,6 +73,8 @@ def divided(path: str, kind: str, *, is_loaded: bool = False) -> tuple[VllmConfi
         attention_backend=AttentionBackendEnum.CPU_MLA,
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        # By the address of a model, which may be that of an earlier one that is gone.
+        _model_to_pp_missing_layer_names.clear()
         # vLLM makes the experts' group only for a model with experts.
         destroy_model_parallel()
         initialize_model_parallel(tensor, pipeline)
