@@ -4,10 +4,10 @@
 
 A model with random weights takes one step of AdamW with adapters on all linear layers, which changes each number of B
 by the learning rate. Then the log-probs of random tokens are computed in bfloat16 and compared with those of float32:
-by the trainer, and by transformers with the weights that a push sends. Differences are standard
-deviations in nats. `change` is what the step changed, in float32, and `rounding` is the difference of the model without
-adapters. A program that keeps all of a small adapter has a difference of about `rounding`, and one that loses it has
-about `change`. `nearest` is a push whose merged weights become the nearest numbers that bfloat16 has.
+by the trainer, and by transformers with the weights that a push sends. Differences are standard deviations in nats.
+`change` is what the step changed, in float32, and `rounding` is the difference of the model without adapters. A program
+that keeps all of a small adapter has a difference of about `rounding`, and one that loses it has that of both together.
+`nearest` is a push whose merged weights become the nearest numbers that bfloat16 has.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.protocol import DataProto, Keys, rollout_batch
 from tests.bench import workload
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
 LEARNING_RATES: Final = (1e-6, 1e-5, 1e-4)
 COLUMNS: Final = ("change", "rounding", "trainer", "pushed", "nearest")
@@ -98,7 +99,7 @@ def _weights(engine: FSDPEngine, dtype: torch.dtype) -> dict[str, Tensor]:
 def _log_probs(
     path: Path, batch: DataProto, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the log-probs of the responses by transformers, [rows, tokens]; all responses are equally long."""
+    """Return the log-probs of the responses by transformers, [rows, tokens]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -106,14 +107,11 @@ def _log_probs(
     if unexpected := model.load_state_dict(weights, strict=False).unexpected_keys:
         raise ValueError(f"the model does not have {unexpected[:2]}: take a --shape without experts")
     model.to(device)
-    tokens = torch.stack(batch.ragged(Keys.INPUT_IDS).rows()).to(device)
-    length = batch.padded(Keys.RESPONSE_MASK).shape[1]
-    found = []
+    responses = padded_responses(batch)
     with torch.no_grad():
-        for row in tokens:
-            log_p = model(row[None]).logits[0, -length - 1 : -1].float().log_softmax(-1)
-            found.append(log_p.gather(-1, row[-length:, None])[:, 0].cpu())
-    return torch.stack(found)
+        logits = model(**{name: tensor.to(device) for name, tensor in padded_inputs(batch).items()}).logits.cpu()
+    log_p = response_part(logits, responses.shape[1]).float().log_softmax(-1)
+    return log_p.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
 
 
 def _batch(vocabulary: int, rows: int, tokens: int) -> DataProto:
@@ -138,7 +136,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100, help="of a response")
     parser.add_argument("--device", choices=("CUDA", "CPU"), default="CUDA")
     parser.add_argument("--width", type=int, default=100, help="of the table, in letters")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rows < 2 or arguments.rows % 2:
+        parser.error(f"--rows {arguments.rows}: half of the sequences get a positive advantage, so give an even number")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.fsdp import experts
-from ppojob_trainer.engines.train.fsdp.low_rank import LoRALinear
+from ppojob_trainer.engines.train.fsdp.low_rank import LoRAExperts, LoRALinear
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -57,6 +57,23 @@ def share_in_a_layer(device: str, *, has_bias: bool, compiles: bool = False) -> 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_layers_result_has_all_of_a_small_adapter(has_bias: bool) -> None:
     assert share_in_a_layer("cpu", has_bias=has_bias) == pytest.approx(1, abs=0.1)
+
+
+def test_there_may_be_no_token() -> None:
+    layer = LoRALinear.of(nn.Linear(6, 5), ADAPTERS)
+    nn.init.ones_(layer.lora_A)
+    nn.init.ones_(layer.lora_B)
+
+    assert layer(torch.empty(1, 0, 6)).shape == (1, 0, 5)
+
+
+def test_there_may_be_no_expert_to_merge() -> None:
+    _, module = adapted([*USUAL], rank=8)
+    weight = module.get_parameter("gate_up_proj")[:0].detach()
+    of_experts = module.get_submodule("adapters.gate_up_proj")
+    assert isinstance(of_experts, LoRAExperts)
+
+    assert of_experts.merge_into(weight, torch.bfloat16, lambda part: part[:0]).shape == weight.shape
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from ppojob_trainer.maths.rounding import round_stochastically
 
 __all__ = ["ExpertProjection", "LoRAExperts", "LoRALinear", "merge"]
 
-_MERGED_NUMBERS = 2**24
+_MERGED_NUMBERS: Final = 2**24
 """Numbers of experts that are merged before they are rounded together: a product and its rounding for each expert would
 keep the processor busy for seconds."""
 
@@ -81,7 +81,9 @@ class LoRALinear(nn.Linear):
         added_TO = functional.linear(functional.linear(rows_TD, self.lora_A), self.lora_B)
         # One product, which adds in float32 and rounds once. A small change of a result that is bfloat16 already would
         # be rounded off.
-        output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).view(*input.shape[:-1], -1)
+        output = torch.addmm(added_TO, rows_TD, self.weight.t(), beta=self.factor).view(
+            *input.shape[:-1], added_TO.shape[1]
+        )
         # Not in the product, beside the adapter, which would be rounded off where a bias is large.
         return output if self.bias is None else output + self.bias
 
@@ -149,7 +151,7 @@ class LoRAExperts(nn.Module):
             down, up = whole(projection.lora_A.detach()), whole(projection.lora_B.detach())
             rows = slice(projection.rows.start, projection.rows.stop)
             # A few at a time: a layer's experts in float32 take twice the memory of the layer.
-            number = max(1, _MERGED_NUMBERS // weight[0, rows].numel())
+            number = max(1, _MERGED_NUMBERS // (len(projection.rows) * weight.shape[2]))
             for first in range(0, len(weight), number):
                 some = range(first, min(first + number, len(weight)))
                 exact = [merge(weight[one, rows], down[one], up[one], self.factor) for one in some]
