@@ -142,3 +142,8 @@ class ModelSpec(ApiModel):
     def reference_is_actor(self) -> bool:
         """Whether the reference is the actor with its adapters off, and no copy of it."""
         return self.actor.lora is not None and self.ref.path is None
+
+    @property
+    def reference_has_actors_weights(self) -> bool:
+        """Whether the reference's weights are those with which the actor begins."""
+        return self.ref.path in (None, self.actor.path)

@@ -94,9 +94,9 @@ class RolloutSpec(ApiModel):
     routing_replay: bool = False
     """For mixtures of experts (Rollout Routing Replay, Ma et al. 2025): the engine records the experts of each token,
     and the actor's log-probs and updates use these instead of their own choice. Engine and trainer may choose
-    differently where two experts score almost the same; log-probs then differ. The reference and the critic choose
-    their own. It costs a byte for each token, layer and chosen expert, and steps may be slower, because vLLM's own
-    scheduler runs."""
+    differently where two experts score almost the same; log-probs then differ. The reference uses the recorded experts
+    too, unless model.ref.path is another checkpoint, and the critic chooses its own. It costs a byte for each token,
+    layer and chosen expert, and steps may be slower, because vLLM's own scheduler runs."""
     quantization: Quantization | None = None
     """FP8: the engine generates with linear layers in 8-bit floating point (E4M3), and rounds each push of the weights
     to it. The trainer keeps bfloat16 and float32, so the engine's policy is not quite the trained one: FP8 needs

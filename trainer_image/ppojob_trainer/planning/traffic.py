@@ -27,7 +27,7 @@ from ppojob_trainer.planning.work import Measured, Traffic
 from ppojob_trainer.protocol import FIELDS, Keys
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker, unread_by_update
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
-from ppojob_trainer.worker_groups.roles.ref import RefWorker
+from ppojob_trainer.worker_groups.roles.ref import RefWorker, unread_by_reference
 
 __all__ = [
     "Link",
@@ -191,7 +191,7 @@ def _batch(spec: PPOJobSpec, roles: Mapping[str, PlannedRole]) -> Link:
     if "critic" in roles:
         phases += [(CriticWorker.compute_values, frozenset()), (CriticWorker.update_critic, frozenset())]
     if spec.placement.ref is not None:
-        phases.append((RefWorker.compute_ref_log_prob, frozenset()))
+        phases.append((RefWorker.compute_ref_log_prob, unread_by_reference(spec)))
     has = {*_BEFORE_UPDATES, Keys.ADVANTAGES, Keys.RETURNS}
     has -= set() if "critic" in roles else {Keys.VALUES}
     has -= set() if spec.placement.ref is not None else {Keys.REF_LOG_PROB}

@@ -8,7 +8,7 @@ from ppojob_trainer.protocol.data_proto import DataProto
 from ppojob_trainer.protocol.errors import ProtocolError
 from ppojob_trainer.protocol.fields import FIELDS, ROLLOUT_COLUMNS, SEQUENCES, Field, check_layout
 from ppojob_trainer.protocol.keys import Keys, Meta
-from ppojob_trainer.protocol.layout import object_array, responses_to_lists, rollout_batch
+from ppojob_trainer.protocol.layout import Experts, object_array, responses_to_lists, rollout_batch
 from ppojob_trainer.protocol.ragged import Ragged
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ROLLOUT_COLUMNS",
     "SEQUENCES",
     "DataProto",
+    "Experts",
     "Field",
     "Keys",
     "Meta",

@@ -16,7 +16,7 @@ from ppojob_trainer.engines.train.objectives import PolicyObjective, ValueObject
 def policy_engine(
     parallel: ParallelMesh, model: ActorModel, training: ActorSpec, algorithm: AlgorithmSpec, **run: Any
 ) -> FSDPEngine:
-    """Return a policy; `run`: total_steps, stays_gathered, seed and dtype."""
+    """Return a policy; `run`: total_steps, stays_gathered, seed, dtype and replays_experts."""
     setup = EngineSetup(model, training, PolicyObjective(training, algorithm), **_of_setup(run))
     return _loaded(parallel, setup, **run)
 
@@ -37,16 +37,17 @@ def reference_engine(
     max_tokens_per_gpu: int,
     offload: FrozenOffload | None = None,
     stays_gathered: bool = False,
+    compile: bool = False,
     **run: Any,
 ) -> FSDPEngine:
     """Return a reference."""
-    model = FrozenModel(path=path, offload=offload or FrozenOffload())
+    model = FrozenModel(path=path, offload=offload or FrozenOffload(), compile=compile)
     setup = EngineSetup(model, ActorSpec(max_tokens_per_gpu=max_tokens_per_gpu), objective=None, **run)
     return _loaded(parallel, setup, total_steps=0, stays_gathered=stays_gathered)
 
 
 def _of_setup(run: dict[str, Any]) -> dict[str, Any]:
-    return {name: run.pop(name) for name in ("seed", "dtype") if name in run}
+    return {name: run.pop(name) for name in ("seed", "dtype", "replays_experts") if name in run}
 
 
 def _loaded(

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
-from ppojob_api.v1alpha1.model import ActorModel
+from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.train.dims import ParallelDims
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
@@ -26,7 +27,7 @@ from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.maths.packing import micro_batches
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
 from tests.unit.trainer.engines import gradient_ranks, peer_ranks
-from tests.unit.trainer.engines.fsdp_engines import policy_engine
+from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_experts import (
@@ -102,7 +103,13 @@ def own_recording(policy: FSDPEngine, batch: DataProto) -> DataProto:
 
 
 def make_policy(
-    parallel: ParallelMesh, path: Path, max_tokens: int = 33, balance: float = 0.0, **model: Any
+    parallel: ParallelMesh,
+    path: Path,
+    max_tokens: int = 33,
+    balance: float = 0.0,
+    *,
+    replays_experts: bool = False,
+    **model: Any,
 ) -> FSDPEngine:
     training = ActorSpec(
         learning_rate=1e-3,
@@ -111,7 +118,8 @@ def make_policy(
         router_aux_loss_coefficient=balance,
     )
     actor = ActorModel(path=str(path), **model)
-    return policy_engine(parallel, actor, training, gradient_ranks.KL_IN_LOSS, total_steps=9, dtype=torch.float32)
+    run = {"total_steps": 9, "dtype": torch.float32, "replays_experts": replays_experts}
+    return policy_engine(parallel, actor, training, gradient_ranks.KL_IN_LOSS, **run)
 
 
 def log_probs(policy: FSDPEngine, batch: DataProto) -> Tensor:
@@ -152,8 +160,52 @@ def test_a_recording_decides_and_only_for_its_call(parallel: ParallelMesh, path:
     torch.testing.assert_close(log_probs(policy, batch), own, atol=0, rtol=0)
 
 
+def test_a_recording_decides_without_adapters_too(parallel: ParallelMesh, path: Path) -> None:
+    """As for a reference policy: with adapters that have learned, it is the model without them."""
+    batch = random_recording(gradient_ranks.whole_batch())
+    expected = log_probs(make_policy(parallel, path), batch)
+    policy = make_policy(parallel, path, lora=LoRA(rank=2))
+    policy.update(batch)
+    assert (log_probs(policy, batch) - expected).abs().max() > 1e-3
+
+    reference = policy.forward(batch, with_adapters=False).ragged(Keys.OLD_LOG_PROBS).values
+
+    torch.testing.assert_close(reference, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+# torch's tracer makes one of each of ours.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_warm_up_compiles_what_recorded_experts_need(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reference: torch cannot trace the backward pass of grouped products on CPUs."""
+    # torch traces mixtral in a third of the time of the others.
+    path = str(save_tiny_experts(tmp_path, family="mixtral"))
+    # One sequence: attention on CPUs is compiled for each number of them.
+    batch = random_recording(gradient_ranks.whole_batch())[0]
+    expected = log_probs(reference_engine(parallel, path, max_tokens_per_gpu=33, dtype=torch.float32), batch)
+    # As in test_engine_compile: torch's tracing and partitioning without Inductor's code.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+    counters.clear()
+    options = {"max_tokens_per_gpu": 33, "dtype": torch.float32, "compile": True, "replays_experts": True}
+    reference = reference_engine(parallel, path, **options)
+    reference.warm_up(9, RESPONSE_LENGTH)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+
+    found = log_probs(reference, batch)
+
+    assert counters["stats"]["unique_graphs"] == compiled
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_share_of_other_choices_is_counted_per_expert(parallel: ParallelMesh, path: Path) -> None:
-    policy = make_policy(parallel, path, gradient_checkpointing=False)
+    policy = make_policy(parallel, path, gradient_checkpointing=False, replays_experts=True)
+    # Its choices do not count.
+    policy.warm_up(9, RESPONSE_LENGTH)
     batch = gradient_ranks.whole_batch()
     own = own_recording(policy, batch)
     assert policy.update(own)["actor/routing_differs"] == 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
-from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.fsdp.warmup import Recording, synthetic_batches
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
@@ -81,6 +82,18 @@ def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMe
     assert warmed_up.update(batch) == plain.update(batch)
     reference = reference_engine(parallel, str(model_path), max_tokens_per_gpu=1000, dtype=torch.float32)
     reference.warm_up(PROMPT, RESPONSE)
+
+
+def test_recorded_experts_of_a_warm_up_are_of_all_experts_alike() -> None:
+    recording = Recording(num_layers=3, per_token=2, num_experts=5)
+    of_tokens = recording.of(11)
+    assert of_tokens.shape == (11, 3, 2)
+    assert (of_tokens[..., 0] != of_tokens[..., 1]).all()
+    assert set(np.unique(of_tokens, return_counts=True)[1].tolist()) == {13, 14}
+    for batch in synthetic_batches(7, 5, recording):
+        experts, sequences = batch.ragged(Keys.ROUTED_EXPERTS), batch.ragged(Keys.INPUT_IDS)
+        assert experts.lengths.tolist() == [(length - 1) * 6 for length in sequences.lengths.tolist()]
+    assert Recording(1, 1, 257).of(1).dtype == np.uint16
 
 
 def test_the_two_batches_differ_in_all_sizes_and_have_the_longest_sequence() -> None:

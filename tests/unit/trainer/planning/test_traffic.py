@@ -119,16 +119,21 @@ def test_the_actor_gathers_for_each_of_its_passes(tmp_path: Path, lora: dict[str
 
 @pytest.mark.parametrize(("num_experts", "size"), [(256, 1), (257, 2)])
 def test_recorded_experts_are_fetched_and_stored(tmp_path: Path, num_experts: int, size: int) -> None:
-    """By the actor's log-probs and its update, of all tokens but the last, in both layers."""
+    """By the actor's log-probs and its update, and by a reference with the actor's experts: of all tokens but the last,
+    in both layers.
+    """
 
-    def batch(**rollout: object) -> float:
-        found = plan(tmp_path, model={"actor": {"path": path}}, rollout=rollout)
+    def batch(ref: Path | None = None, **rollout: object) -> float:
+        model = {"actor": {"path": path}} | ({} if ref is None else {"ref": {"path": ref}})
+        found = plan(tmp_path, model=model, rollout=rollout)
         links = links_of(found.spec, *of_roles(found))
         return next(link.bytes_each for link in links if link.what == "batch")
 
     path = write_experts(tmp_path / "mixture", num_experts=num_experts, num_experts_per_tok=3, num_hidden_layers=2)
     column = 32 * ((128 - 1) * 2 * 3 * size + 8)
-    assert batch(routingReplay=True) - batch() == 3 * column
+    assert batch(routingReplay=True) - batch() == 4 * column
+    other = write_experts(tmp_path / "other", num_experts=num_experts, num_experts_per_tok=3, num_hidden_layers=2)
+    assert batch(other, routingReplay=True) - batch(other) == 3 * column
 
 
 @pytest.mark.parametrize(("actors", "way"), [(1, "from actor rank 0 (NCCL)"), (4, "from 2 actor ranks (NCCL)")])

@@ -11,10 +11,10 @@ from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_api.v1alpha1.validation import parse_manifest
 from ppojob_trainer.engines.errors import ModelMismatchError, ModelNotFoundError
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.protocol import DataProto, ProtocolError, rollout_batch
+from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
 from ppojob_trainer.worker_groups.roles.actor import ActorWorker
 from ppojob_trainer.worker_groups.roles.critic import CriticWorker
-from ppojob_trainer.worker_groups.roles.ref import RefWorker
+from ppojob_trainer.worker_groups.roles.ref import RefWorker, unread_by_reference
 from ppojob_trainer.worker_groups.roles.reward_model import RewardModelWorker
 from ppojob_trainer.worker_groups.roles.trained import dims_of
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
@@ -173,6 +173,25 @@ def test_responses_without_recorded_experts_are_refused(model: Path) -> None:
     replayed: Changes = {("spec", "rollout"): {"routingReplay": True}}
     worker = ActorWorker(CONTEXT, spec_of(model, replayed=replayed))
     batch = DataProto.from_dict(rollout_batch([[1]], [[2]]))
-    for method in (worker.compute_log_prob, worker.update_actor):
+    reference = RefWorker(CONTEXT, spec_of(model, replayed=replayed))
+    for method in (
+        worker.compute_log_prob,
+        worker.compute_ref_log_prob,
+        worker.update_actor,
+        reference.compute_ref_log_prob,
+    ):
         with pytest.raises(ProtocolError, match="no column 'routed_experts'"):
             method(batch)
+
+
+def test_a_reference_of_another_checkpoint_has_other_experts(model: Path, tmp_path: Path) -> None:
+    def spec(**ref: str) -> PPOJobSpec:
+        changes: Changes = {("spec", "rollout"): {"routingReplay": True}, ("spec", "model", "ref"): ref}
+        return spec_of(model, changes=changes)
+
+    other = spec(path=str(tmp_path))
+    assert unread_by_reference(other) == {Keys.ROUTED_EXPERTS}
+    assert not RefWorker(CONTEXT, other).setup.replays_experts
+    for same in (spec(), spec(path=str(model))):
+        assert unread_by_reference(same) == frozenset()
+        assert RefWorker(CONTEXT, same).setup.replays_experts

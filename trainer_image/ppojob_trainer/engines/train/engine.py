@@ -39,6 +39,7 @@ class EngineSetup:
     objective: what an update minimises; None for a model that is only computed. has_value_head: the model gives a value
     for each token instead of log-probs. seed: of new adapters and of a new value head. dtype: of the computation; what
     is trained, and sums of gradients, are float32. per_host: the role's ranks on this host; None: all of them.
+    replays_experts: batches have recorded experts.
     """
 
     model: TrainedModel | FrozenModel
@@ -48,6 +49,7 @@ class EngineSetup:
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
     per_host: int | None = None
+    replays_experts: bool = False
 
     @property
     def path(self) -> str:

@@ -73,6 +73,7 @@ class ActorWorker(EngineWorker):
             seed=spec.trainer.seed,
             dtype=dtype_of(spec.device),
             per_host=self.context.local_world_size,
+            replays_experts=spec.rollout.routing_replay,
         )
 
     @register(dispatch=Dispatch.RANK_ZERO)
@@ -119,9 +120,10 @@ class ActorWorker(EngineWorker):
         if self.spec.rollout.routing_replay:
             batch.ragged(Keys.ROUTED_EXPERTS)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROUTED_EXPERTS))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob, by the policy with its adapters off."""
+        self._check_recording(batch)
         return as_ref_log_prob(self.engine.forward(batch, with_adapters=False))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_UPDATE)

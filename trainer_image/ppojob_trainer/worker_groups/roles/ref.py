@@ -7,7 +7,7 @@ from functools import cached_property
 from ppojob_api.v1alpha1.spec import PPOJobSpec
 from ppojob_trainer.engines.precision import dtype_of
 from ppojob_trainer.engines.train.engine import EngineSetup
-from ppojob_trainer.protocol import SEQUENCES, DataProto, Meta
+from ppojob_trainer.protocol import SEQUENCES, DataProto, Keys, Meta
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.partition import balanced
 from ppojob_trainer.worker_groups.roles.actor import ActorGroup, ActorWorker, as_ref_log_prob
@@ -16,7 +16,7 @@ from ppojob_trainer.worker_groups.table import Table
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
 from ppojob_trainer.worker_groups.worker_process import WorkerContext
 
-__all__ = ["AdaptersOff", "RefGroup", "RefWorker"]
+__all__ = ["AdaptersOff", "RefGroup", "RefWorker", "unread_by_reference"]
 
 
 class RefWorker(EngineWorker):
@@ -41,6 +41,7 @@ class RefWorker(EngineWorker):
             objective=None,
             dtype=dtype_of(self.spec.device),
             per_host=self.context.local_world_size,
+            replays_experts=self.spec.rollout.routing_replay and not unread_by_reference(self.spec),
         )
 
     @register(dispatch=Dispatch.RANK_ZERO)
@@ -49,9 +50,12 @@ class RefWorker(EngineWorker):
         self.engine.check()
         check_fit("ref", self.source, self.spec)
 
-    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=SEQUENCES)
+    @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROUTED_EXPERTS))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob."""
+        if self.setup.replays_experts:
+            # Raises if the rollout recorded none.
+            batch.ragged(Keys.ROUTED_EXPERTS)
         return as_ref_log_prob(self.engine.forward(batch))
 
 
@@ -62,11 +66,17 @@ class RefGroup:
         self.group = group.with_peers(spec.actor.num_peers, spec.actor.pipeline_parallel_size).using(
             {Meta.TEMPERATURE: spec.rollout.temperature}
         )
+        self._unread = unread_by_reference(spec)
 
     async def compute_ref_log_prob(self, batch: Table) -> Table:
         """See `RefPort`."""
-        group = self.group.over(balanced(batch.tokens, self.group.num_shards))
+        group = self.group.over(balanced(batch.tokens, self.group.num_shards)).without(self._unread)
         return await group.call(RefWorker.compute_ref_log_prob, batch)
+
+
+def unread_by_reference(spec: PPOJobSpec) -> frozenset[str]:
+    """Return the columns that the reference does not read: of another checkpoint, the experts are others."""
+    return frozenset() if spec.model.reference_has_actors_weights else frozenset({Keys.ROUTED_EXPERTS})
 
 
 class AdaptersOff:

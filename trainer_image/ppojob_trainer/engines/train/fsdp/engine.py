@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,10 @@ from ppojob_trainer.engines.train.fsdp.optimizer import Optimizer
 from ppojob_trainer.engines.train.fsdp.passes import InOrder, Passes, Pipelined, Received
 from ppojob_trainer.engines.train.fsdp.routing import differing_metrics, replay_experts
 from ppojob_trainer.engines.train.fsdp.stages import sum_tied_gradients
-from ppojob_trainer.engines.train.fsdp.warmup import synthetic_batches
+from ppojob_trainer.engines.train.fsdp.warmup import Recording, synthetic_batches
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from ppojob_trainer.engines.train.model_fit import read_config
+from ppojob_trainer.engines.train.model_fit import num_experts, read_config
 from ppojob_trainer.engines.train.objectives import Objective, UpdateResult
 from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.protocol import DataProto, Keys, Meta, ProtocolError, Ragged
@@ -112,13 +112,15 @@ class FSDPEngine:
     def warm_up(self, prompt_tokens: int, response_tokens: int) -> None:
         """See `TrainEngine`. It runs forward and backward, and drops the gradients."""
         has_adapters = getattr(self.setup.model, "lora", None) is not None
-        for batch in synthetic_batches(prompt_tokens, response_tokens):
+        for batch in synthetic_batches(prompt_tokens, response_tokens, self._recording()):
             self.forward(batch)
             if has_adapters and not self.setup.has_value_head:
                 self.forward(batch, with_adapters=False)
             if self.setup.objective is not None:
                 with self._offloader.on_device():
                     self._warm_up_update(batch)
+        # The first update's share of differing choices would include these.
+        differing_metrics(self.setup.section, self.module.backbone, self.parallel)
 
     @torch.no_grad()
     def forward(self, batch: DataProto, *, with_adapters: bool = True) -> DataProto:
@@ -280,6 +282,12 @@ class FSDPEngine:
         if self.parallel.pipeline is not None:
             result.shares = self.parallel.pipeline.of_last(result.shares)
         result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
+
+    def _recording(self) -> Recording | None:
+        """Return what a batch's recorded experts are; None if it has none."""
+        config: Any = self.module.backbone.config
+        number = num_experts(config) if self.setup.replays_experts else None
+        return None if number is None else Recording(config.num_hidden_layers, config.num_experts_per_tok, number)
 
     def _warm_up_update(self, batch: DataProto) -> None:
         """Run an update's forward and backward pass, and drop the gradients."""

@@ -7,13 +7,15 @@ and random state do not change.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ppojob_trainer.engines.train.batch import EngineMeta
-from ppojob_trainer.protocol import DataProto, Keys, Meta, rollout_batch
+from ppojob_trainer.protocol import DataProto, Experts, Keys, Meta, rollout_batch
 
-__all__ = ["synthetic_batches"]
+__all__ = ["Recording", "synthetic_batches"]
 
 _READ_BY_LOSSES = (
     Keys.OLD_LOG_PROBS,
@@ -25,14 +27,37 @@ _READ_BY_LOSSES = (
 )
 
 
-def synthetic_batches(prompt_tokens: int, response_tokens: int) -> Iterator[DataProto]:
+@dataclass(frozen=True)
+class Recording:
+    """The experts that are recorded of a token: in each layer, dense ones included, `per_token` of `num_experts`."""
+
+    num_layers: int
+    per_token: int
+    num_experts: int
+
+    def of(self, num_tokens: int) -> Experts:
+        """Return experts of so many tokens, [tokens, layers, experts of a token]: each expert gets as many tokens."""
+        shape = num_tokens, self.num_layers, self.per_token
+        dtype = np.uint8 if self.num_experts <= np.iinfo(np.uint8).max + 1 else np.uint16
+        return (np.arange(np.prod(shape)).reshape(shape) % self.num_experts).astype(dtype)
+
+
+def synthetic_batches(
+    prompt_tokens: int, response_tokens: int, recording: Recording | None = None
+) -> Iterator[DataProto]:
     """Yield two batches of different sizes: torch compiles for one fixed size first, and for any size at the second.
 
     Neither is larger than a micro-batch of the job may be. They have the fields that log-probs, values and losses read.
+
+    Args:
+        recording: of the batches' experts; None: they have none.
     """
     full, half = [0] * prompt_tokens, [0] * max(1, prompt_tokens // 2)
     for prompts in ([full], [full, half]):
-        rows = rollout_batch(prompts, [[0] * response_tokens] * len(prompts))
+        experts = None
+        if recording is not None:
+            experts = [recording.of(len(prompt) + response_tokens - 1) for prompt in prompts]
+        rows = rollout_batch(prompts, [[0] * response_tokens] * len(prompts), experts=experts)
         mask = rows[Keys.RESPONSE_MASK]
         zeros = mask.with_values(torch.zeros(len(mask.values)))
         meta = {Meta.TEMPERATURE: 1.0, EngineMeta.RESPONSE_LENGTH: response_tokens}
