@@ -105,6 +105,7 @@ class PlainEngine:
             result.grad_norms.append(self._step())
             for name, share in shares.items():
                 result.shares[name] = result.shares.get(name, 0.0) + float(share)
+            result.first_shares = result.first_shares or dict(result.shares)
         self.num_updates += 1
         result.num_skipped = sum(not math.isfinite(norm) for norm in result.grad_norms)
         result.seconds = time.perf_counter() - started

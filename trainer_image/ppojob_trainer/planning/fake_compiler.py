@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, attention_part
+from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, COMPILER, attention_part
 
 __all__ = ["compile_on_fake_tensors"]
 
@@ -29,7 +29,7 @@ def compile_on_fake_tensors(module: nn.Module) -> None:
     for part in module.modules():
         if part._compiled_call_impl is not None:
             # A plan has few shapes, and code for any length would be compiled once more.
-            part._compiled_call_impl = torch.compile(part._call_impl, backend=_BACKEND, dynamic=False)
+            part._compiled_call_impl = torch.compile(part._call_impl, backend=_BACKEND, dynamic=False, **COMPILER)
         if hasattr(part, ATTENTION_PART):
             function = attention_part(recomputes=part.recomputes)  # type: ignore[arg-type]
-            setattr(part, ATTENTION_PART, torch.compile(function, backend=_BACKEND, dynamic=False))
+            setattr(part, ATTENTION_PART, torch.compile(function, backend=_BACKEND, dynamic=False, **COMPILER))

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.mesh import ParallelMesh
+from tests.unit.trainer.engines import test_engine_families
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
 
@@ -80,3 +82,29 @@ def test_compiled_layers_compute_the_same(
     assert num_plain == 0
     # The layers are compiled, once for all of them and not each for itself.
     assert 0 < num_compiled < NUM_LAYERS
+
+
+def test_layers_with_and_without_windows_are_all_compiled(
+    tmp_path: Path, parallel: ParallelMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an actor with adapters: with and without them, with gradients, of one and of several sequences."""
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    config = AutoConfig.for_model("qwen2", **test_engine_families.SHAPE, **windows)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    policy = policy_engine(
+        parallel,
+        ActorModel(path=str(tmp_path), compile=True, lora=LoRA(rank=2)),
+        ActorSpec(learning_rate=1e-3, max_tokens_per_gpu=1000),
+        AlgorithmSpec(),
+        total_steps=10,
+        dtype=torch.float32,
+    )
+
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        policy.warm_up(9, 7)
+
+    # torch's own limit is 8, and it computes without compilation what comes after them.
+    assert counters["stats"]["unique_graphs"] > 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec, RolloutCorrection
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec, LossAggregation
 from ppojob_trainer.engines.errors import NonFiniteError
+from ppojob_trainer.engines.train.batch import split_minibatches
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError
@@ -168,10 +170,34 @@ def test_without_old_log_probs_the_weights_are_those_of_the_policy_before_its_on
     batch = batch.with_fields({Keys.ROLLOUT_LOG_PROBS: old.with_values(old.values - 0.3), Keys.OLD_LOG_PROBS: old})
     without = batch.select([name for name in batch.columns if name != Keys.OLD_LOG_PROBS])
 
-    metrics = left_out.update(without)
+    metrics, expected = left_out.update(without), computed.update(batch)
 
-    assert metrics == pytest.approx(computed.update(batch), rel=1e-4, abs=1e-5)
+    assert expected.pop("training/update_probs_diff_mean") < 1e-6
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert metrics["rollout_corr/kl"] == pytest.approx(-0.3, abs=1e-4)
+
+
+def test_the_first_step_of_an_update_is_compared_with_the_pass_before_it(
+    make_policy: Callable[..., FSDPEngine], batch: DataProto
+) -> None:
+    """Its weights are equal; those of later steps are not, which `ppo_kl` shows."""
+    policy = make_policy(max_tokens_per_gpu=40)
+    computed = batch.with_fields({Keys.OLD_LOG_PROBS: policy.forward(batch).ragged(Keys.OLD_LOG_PROBS)})
+    metrics = policy.update(computed)
+    assert metrics["training/update_probs_diff_mean"] < 1e-6
+    assert abs(metrics["actor/ppo_kl"]) > 1e-4
+    assert metrics["actor/grad_norm_max"] > metrics["actor/grad_norm"]
+
+    log_probs = computed.ragged(Keys.OLD_LOG_PROBS)
+    halved = computed.with_fields({Keys.OLD_LOG_PROBS: log_probs.with_values(log_probs.values - math.log(2))})
+    other = make_policy(max_tokens_per_gpu=40)
+    first, *_ = split_minibatches(halved, 2)
+    probs = first.ragged(Keys.OLD_LOG_PROBS).values.exp()
+    assert other.update(halved)["training/update_probs_diff_mean"] == pytest.approx(float(probs.mean()), rel=1e-4)
+
+    # Then the loss takes those of the update's own pass.
+    without = computed.select([name for name in computed.columns if name != Keys.OLD_LOG_PROBS])
+    assert "training/update_probs_diff_mean" not in make_policy().update(without)
 
 
 def test_epochs_are_passes_over_the_same_minibatches(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec, CorrectionLevel, CorrectionMethod, RolloutCorrection
-from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec, LossAggregation
 from ppojob_trainer.algorithms import policy_loss_of
 from ppojob_trainer.maths.importance import (
     SQUARES,
@@ -28,7 +28,7 @@ from ppojob_trainer.maths.importance import (
     importance_weights,
 )
 from ppojob_trainer.maths.kl import kl_estimate
-from ppojob_trainer.maths.losses import Denominators, Loss, entropy_bonus, kl_loss, policy_loss, value_loss
+from ppojob_trainer.maths.losses import Denominators, Loss, aggregate, entropy_bonus, kl_loss, policy_loss, value_loss
 from ppojob_trainer.maths.masked import Moments, explained_variance
 from ppojob_trainer.maths.policy_losses import Clipping, PolicyLossInputs
 from ppojob_trainer.protocol import DataProto, Keys
@@ -37,22 +37,26 @@ __all__ = ["Objective", "PolicyObjective", "Ranks", "UpdateResult", "ValueObject
 
 _CORRECTION = "rollout_corr"
 """Group of the correction's metrics, as in verl."""
+_PROBS_DIFF = "probs_diff"
+"""Name of a share: the token mean of |exp(old log-prob) - exp(log-prob)|."""
 
 
 @dataclass
 class UpdateResult:
     """The result of an update, over all ranks.
 
-    shares: for each metric of the loss the sum over the optimizer steps. grad_norms: of every step before clipping,
-    skipped ones too. num_tokens, num_policy_tokens, num_token_pairs: sums over all passes of the sequences' lengths, of
-    their response_mask, and of their squared lengths, for the count of operations. mfu: the share of the accelerators'
-    peak that the update used, None if it is unknown.
+    shares: for each metric of the loss the sum over the optimizer steps. first_shares: those of the first step, which
+    computes with the weights before the update; empty if the engine does not keep them. grad_norms: of every step
+    before clipping, skipped ones too. num_tokens, num_policy_tokens, num_token_pairs: sums over all passes of the
+    sequences' lengths, of their response_mask, and of their squared lengths, for the count of operations. mfu: the
+    share of the accelerators' peak that the update used, None if it is unknown.
     """
 
     num_steps: int
     num_skipped: int
     learning_rate: float
     shares: dict[str, float] = field(default_factory=dict)
+    first_shares: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     num_tokens: float = 0.0
     num_policy_tokens: float = 0.0
@@ -140,6 +144,9 @@ class PolicyObjective:
         inputs = PolicyLossInputs(log_prob, old_log_prob, advantages, mask, clipping)
         loss, metrics = policy_loss(inputs, denominators, self._compute_policy_loss, aggregation)
         metrics |= {f"{_CORRECTION}/{name}": share for name, share in corrections.items()}
+        with torch.no_grad():
+            difference = (old_log_prob.exp() - log_prob.exp()).abs()
+            metrics[_PROBS_DIFF] = aggregate(difference, mask, LossAggregation.TOKEN_MEAN.value, denominators)
         if training.entropy_coefficient == 0:
             entropy = entropy.detach()
         bonus, shares = entropy_bonus(entropy, mask, denominators, training.entropy_coefficient, aggregation)
@@ -151,10 +158,14 @@ class PolicyObjective:
         return loss, metrics
 
     def metrics(self, batch: DataProto, result: UpdateResult, ranks: Ranks) -> dict[str, float]:
-        """See `Objective`."""
+        """See `Objective`. The first step has the weights of old_log_probs, if the trainer computed them."""
         metrics = {
-            name if name.startswith(_CORRECTION) else f"actor/{name}": result.mean(name) for name in result.shares
+            name if name.startswith(_CORRECTION) else f"actor/{name}": result.mean(name)
+            for name in result.shares
+            if name != _PROBS_DIFF
         }
+        if Keys.OLD_LOG_PROBS in batch and _PROBS_DIFF in result.first_shares:
+            metrics["training/update_probs_diff_mean"] = result.first_shares[_PROBS_DIFF]
         if self._bounds is not None:
             square = metrics.pop(f"{_CORRECTION}/{SQUARES}")
             size = effective_share(metrics[f"{_CORRECTION}/{WEIGHTS}"], square)
@@ -203,6 +214,7 @@ def _step_metrics(role: str, result: UpdateResult) -> dict[str, float]:
     finite = [norm for norm in result.grad_norms if math.isfinite(norm)]
     metrics = {
         f"{role}/grad_norm": sum(finite) / len(finite) if finite else float("nan"),
+        f"{role}/grad_norm_max": max(finite, default=float("nan")),
         f"{role}/lr": result.learning_rate,
         f"{role}/non_finite_steps": float(result.num_skipped),
     }

@@ -156,12 +156,14 @@ class FSDPEngine:
             steps = list(zip(minibatches, denominators, plans, sizes.tolist(), strict=True)) * epochs
             result = UpdateResult(len(steps), 0, optimizer.learning_rate)
             sums: dict[str, Tensor] = {}
+            first: dict[str, Tensor] = {}
             norms: list[Tensor] = []
             for minibatch, denominator, plan, size in steps:
                 self._balance.begin_minibatch(size)
                 micros = self._micro_batches(minibatch, plan, columns, width)
                 loss = partial(self._loss, denominator, sums)
                 self._passes.backward(micros, plan, compute, loss)
+                first = first or dict(sums)
                 # Gathered parameters would be stale after the step, and the optimizer needs the shards.
                 _reshard(self.module)
                 sum_tied_gradients(self.module.language_model, self.module.stage)
@@ -172,7 +174,7 @@ class FSDPEngine:
                 norms.append(norm)
             result.grad_norms = optimizer.finish_update(norms)
             result.num_skipped = sum(not math.isfinite(norm) for norm in result.grad_norms)
-            self._sum_over_ranks(result, sums, batch, epochs)
+            self._sum_over_ranks(result, sums, first, batch, epochs)
             result.seconds = time.perf_counter() - started - self._saves.waited_s
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
         metrics = objective.metrics(batch, result, self.parallel)
@@ -271,16 +273,20 @@ class FSDPEngine:
         if self._is_reduced_once:
             cast(FSDPModule, self.module).set_requires_gradient_sync(is_last)
 
-    def _sum_over_ranks(self, result: UpdateResult, sums: dict[str, Tensor], batch: DataProto, epochs: int) -> None:
+    def _sum_over_ranks(
+        self, result: UpdateResult, sums: dict[str, Tensor], first: dict[str, Tensor], batch: DataProto, epochs: int
+    ) -> None:
         lengths = batch.ragged(Keys.INPUT_IDS).lengths.double()
         policy_tokens = batch.ragged(Keys.RESPONSE_MASK).values.sum().double()
         work = torch.stack([lengths.sum(), policy_tokens, lengths.square().sum()]) * epochs
         # A pipeline's stages before the last have none.
-        shares = torch.stack([share.double() for share in sums.values()]).cpu() if sums else work[:0]
+        of_both = [share.double() for share in (*sums.values(), *first.values())]
+        shares = torch.stack(of_both).cpu() if of_both else work[:0]
         *summed, tokens, policy, pairs = self.parallel.sum(torch.cat([shares, work])).tolist()
-        result.shares = dict(zip(sums, summed, strict=True))
-        if self.parallel.pipeline is not None:
-            result.shares = self.parallel.pipeline.of_last(result.shares)
+        result.shares = dict(zip(sums, summed[: len(sums)], strict=True))
+        result.first_shares = dict(zip(first, summed[len(sums) :], strict=True))
+        if (peers := self.parallel.pipeline) is not None:
+            result.shares, result.first_shares = peers.of_last(result.shares), peers.of_last(result.first_shares)
         result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
 
     def _recording(self) -> Recording | None:

@@ -16,7 +16,7 @@ What is compiled chooses again: tracing knows no list that outlives a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
@@ -29,10 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from ppojob_trainer.engines.train.fsdp.experts import expert_modules, plan_once
 from ppojob_trainer.engines.train.fsdp.routing import choose_once, routers_of
 
-__all__ = ["ATTENTION_PART", "attention_part", "prepare_layer"]
+__all__ = ["ATTENTION_PART", "COMPILER", "attention_part", "prepare_layer"]
 
 ATTENTION_PART: Final = "attention_part"
 """Name of a layer's attribute with its compiled first part; layers that are computed as a whole do not have it."""
+COMPILER: Final[Mapping[str, Any]] = {"recompile_limit": 64}
+"""Arguments of torch.compile. It compiles a function again for each set of conditions, of all layers together: with
+gradients, without, without adapters; for a fixed size and for any; with a window and without. Beyond the limit, which
+would be 8, torch computes without compilation, and says so in the log alone."""
 _MIXTURE: Final = "mixture"
 """Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
 
@@ -52,7 +56,7 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
         gathers_experts: whether FSDP gathers the layer's experts separately, if it has any.
     """
     if compiles and gathers_experts and any(expert_modules(layer)):
-        setattr(layer, ATTENTION_PART, torch.compile(attention_part(recomputes=recomputes)))
+        setattr(layer, ATTENTION_PART, torch.compile(attention_part(recomputes=recomputes), **COMPILER))
         layer.recomputes = recomputes  # type: ignore[assignment]
         _find_mixture(layer)
         layer.forward = MethodType(_in_parts, layer)
@@ -62,7 +66,7 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
             _find_mixture(layer)
         layer.forward = MethodType(_recomputed_with_choice if keeps_choice else _recomputed, layer)
     if compiles:
-        layer.compile()
+        layer.compile(**COMPILER)
 
 
 def attention_part(*, recomputes: bool) -> Callable[..., Tensor]:
