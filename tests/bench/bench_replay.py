@@ -2,11 +2,11 @@
 
     python -m tests.bench.bench_replay --output DIR [--layers 24] [--tokens 512]
 
-A model with random weights computes the log-probs of random tokens twice in bfloat16. The second time, a few numbers of
-its embeddings are the next ones of bfloat16, as if another program had rounded them. Its routers choose their own
-experts or, as with `rollout.routingReplay`, those of the first computation. The table has the mean KL divergence of the
-second computation from the first, in nats, the mean absolute difference of sampled tokens' log-probs, in nats, and the
-share of experts that the second one chose otherwise itself, in the first and in the last layer. On the CPU.
+A model with random weights computes the log-probs of random tokens twice in bfloat16. The second time, 2 % of its
+embeddings' numbers are the next larger bfloat16 number, like different rounding. Its routers choose their own experts
+or, as with `rollout.routingReplay`, those of the first computation. The table has the mean KL divergence of the second
+computation from the first, in nats, the mean absolute difference of sampled tokens' log-probs, in nats, and the share
+of experts that the second computation's own routers chose differently, in the first and in the last layer. On the CPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _OF_A_PROCESS = 2.25 * _GB
 """Of CUDA, NCCL and message buffers."""
 KNOWN_ERROR: Final = 0.15
 """Measured pools used up to this share more memory than planned. A test compares it with the measured runs."""
-KNOWN_ERROR_OF_EXPERTS: Final = 0.41
+KNOWN_ERROR_OF_EXPERTS: Final = 0.25
 """The same of a pool with a mixture of experts."""
 
 

@@ -68,6 +68,7 @@ def workload_job(
 
 
 def all_phases(*seconds: float) -> dict[str, float]:
+    """Return the seconds by phase: those of workload W in the order of a step."""
     return dict(zip(PHASES, seconds, strict=True))
 
 
@@ -110,6 +111,7 @@ SHARED: Final = {"rollout": ["actor", "critic"]}
 
 
 def compiled_job(shape: str, pools: Mapping[str, int], **sections: Any) -> dict[str, Any]:
+    """Return workload W with compiled layers and gradient checkpointing."""
     return workload_job(shape, pools, CHECKPOINTING | COMPILED, 49_152, **sections)
 
 
@@ -148,15 +150,13 @@ def long_job(num_gpus: int, **actor: Any) -> dict[str, Any]:
     )
 
 
-EXPERTS: Final = "one pool of two GPUs, experts divided, LoRA"
+EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
 
 
-def mixture_job(
-    tokens: int, model: Mapping[str, Any], shape: str = "Qwen/Qwen3-30B-A3B", **rollout: Any
-) -> dict[str, Any]:
-    """Return a job of a mixture of experts in one pool of two GPUs, with adapters on the attention."""
+def mixture_job(tokens: int, model: Mapping[str, Any], **rollout: Any) -> dict[str, Any]:
+    """Return a job of a mixture of 30 B parameters in one pool of two GPUs, with adapters on the attention."""
     return workload_job(
-        shape,
+        "Qwen/Qwen3-30B-A3B",
         {"all": 2},
         CHECKPOINTING | {"lora": {"rank": 16, "targetModules": ["q_proj", "k_proj", "v_proj", "o_proj"]}} | dict(model),
         tokens,

@@ -247,30 +247,21 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         sends_all=True,
     ),
     MeasuredRun(
-        f"30B-A3B, {EXPERTS}, compiled",
+        f"{EXPERTS}, compiled",
         mixture_job(32_768, COMPILED),
         pools={"all": 136.0},
         roles={"actor": 50.4},
         phases={"gen": 19.94, "old_log_prob": 2.82, "ref": 2.78, "update_actor": 8.28, "update_weights": 0.77},
         step=35.0,
     ),
-    # Without the pushes, whose weights were summed up in the engine for a diagnosis.
+    # Without the phase of pushes, which also summed up the engine's weights for a diagnosis (0.6 s of the step).
     MeasuredRun(
-        f"30B-A3B, {EXPERTS}, compiled, routing replay",
+        f"{EXPERTS}, compiled, routing replay",
         mixture_job(32_768, COMPILED, routingReplay=True),
         pools={"all": 140.9},
         roles={"actor": 50.5},
         phases={"gen": 22.71, "old_log_prob": 2.90, "ref": 2.72, "update_actor": 8.22},
         step=38.1,
-    ),
-    MeasuredRun(
-        f"gpt-oss-20b, {EXPERTS}, compiled, routing replay",
-        mixture_job(32_768, COMPILED, "unsloth/gpt-oss-20b-BF16", routingReplay=True),
-        sizes={"vocab_size": 151_936},
-        pools={"all": 147.8},
-        roles={"actor": 43.6},
-        phases={"gen": 23.59, "old_log_prob": 3.54, "ref": 3.37, "update_actor": 11.00},
-        step=42.9,
     ),
     MeasuredRun(
         "7B-A1B, one pool of two GPUs, compiled",
@@ -295,7 +286,7 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
     ),
     # Measured with an earlier version, whose other phases were slower.
     MeasuredRun(
-        f"30B-A3B, {EXPERTS}, all weights sent",
+        f"{EXPERTS}, all weights sent",
         mixture_job(12_288, {}),
         phases={"update_weights": 5.72},
         sends_all=True,

@@ -9,19 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.train.batch import Segments
+from ppojob_trainer.engines.train.fsdp import attention
+from ppojob_trainer.engines.train.fsdp.layers import COMPILER
 from ppojob_trainer.engines.train.mesh import ParallelMesh
-from tests.unit.trainer.engines import test_engine_families
-from tests.unit.trainer.engines.fsdp_engines import policy_engine
-from tests.unit.trainer.engines.tiny_llama import make_batch, save_tiny_model
+from tests.unit.trainer.engines import gradient_ranks, test_engine_families
+from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
+from tests.unit.trainer.engines.test_engine_routing import log_probs, random_recording
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
+from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch, save_tiny_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,3 +115,57 @@ def test_layers_with_and_without_windows_are_all_compiled(
 
     # torch's own limit is 8, and it computes without compilation what comes after them.
     assert counters["stats"]["unique_graphs"] > 8
+
+
+def test_attention_with_a_window_is_compiled_for_any_number_and_length_of_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what GPUs have in place of the loop over sequences: one kernel for all of them."""
+
+    def one_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Any) -> Tensor:
+        return (value * (1.0 if scores.window is None else 2.0)).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_one_by_one", one_kernel)
+    torch.compiler.reset()
+    counters.clear()
+    module, compiled = nn.Identity(), torch.compile(attention.packed_attention, backend="aot_eager", **COMPILER)
+    for number in range(1, 13):
+        lengths = tuple(5 + 7 * number * place % 11 for place in range(number))
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        tokens = torch.randn(1, 2, sum(lengths), 4)
+        for window in (4, 1000):
+            found, _ = compiled(
+                module, tokens, tokens, tokens, None, segments=Segments(ends, lengths), sliding_window=window
+            )
+            assert torch.equal(found, (tokens * (2 if window == 4 else 1)).transpose(1, 2))
+
+    # For each window one of a fixed size, and one or two of any size.
+    assert counters["stats"]["unique_graphs"] <= 6
+
+
+# torch's tracer makes one of each of ours.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_warm_up_compiles_what_recorded_experts_need(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reference: torch cannot trace the backward pass of grouped products on CPUs."""
+    # torch traces mixtral in a third of the time of the others.
+    path = str(save_tiny_experts(tmp_path, family="mixtral"))
+    # One sequence: attention on CPUs is compiled for each number of them.
+    batch = random_recording(gradient_ranks.whole_batch())[0]
+    expected = log_probs(reference_engine(parallel, path, max_tokens_per_gpu=33, dtype=torch.float32), batch)
+    # As in test_engine_compile: torch's tracing and partitioning without Inductor's code.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
+    torch.compiler.reset()
+    counters.clear()
+    reference = reference_engine(
+        parallel, path, max_tokens_per_gpu=33, dtype=torch.float32, compile=True, replays_experts=True
+    )
+    reference.warm_up(9, RESPONSE_LENGTH)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+
+    found = log_probs(reference, batch)
+
+    assert counters["stats"]["unique_graphs"] == compiled
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -195,7 +195,11 @@ def test_the_first_step_of_an_update_is_compared_with_the_pass_before_it(
     probs = first.ragged(Keys.OLD_LOG_PROBS).values.exp()
     assert other.update(halved)["training/update_probs_diff_mean"] == pytest.approx(float(probs.mean()), rel=1e-4)
 
-    # Then the loss takes those of the update's own pass.
+    # The engine computed them, with the same weights or with older ones.
+    bypassed = make_policy(AlgorithmSpec(rollout_correction=RolloutCorrection(method="Bypass")))
+    given = computed.with_fields({Keys.ROLLOUT_LOG_PROBS: log_probs})
+    assert "training/update_probs_diff_mean" not in bypassed.update(given)
+    # The loss takes those of the update's own pass.
     without = computed.select([name for name in computed.columns if name != Keys.OLD_LOG_PROBS])
     assert "training/update_probs_diff_mean" not in make_policy().update(without)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -27,7 +26,7 @@ from ppojob_trainer.maths.losses import Denominators
 from ppojob_trainer.maths.packing import micro_batches
 from ppojob_trainer.protocol import DataProto, Keys, ProtocolError, rollout_batch
 from tests.unit.trainer.engines import gradient_ranks, peer_ranks
-from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
+from tests.unit.trainer.engines.fsdp_engines import policy_engine
 from tests.unit.trainer.engines.test_engine_invariance import padded_loss
 from tests.unit.trainer.engines.test_engine_peers import run_ranks
 from tests.unit.trainer.engines.tiny_experts import (
@@ -173,42 +172,18 @@ def test_a_recording_decides_without_adapters_too(parallel: ParallelMesh, path: 
     torch.testing.assert_close(reference, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-# torch's tracer makes one of each of ours.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_warm_up_compiles_what_recorded_experts_need(
-    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a reference: torch cannot trace the backward pass of grouped products on CPUs."""
-    # torch traces mixtral in a third of the time of the others.
-    path = str(save_tiny_experts(tmp_path, family="mixtral"))
-    # One sequence: attention on CPUs is compiled for each number of them.
-    batch = random_recording(gradient_ranks.whole_batch())[0]
-    expected = log_probs(reference_engine(parallel, path, max_tokens_per_gpu=33, dtype=torch.float32), batch)
-    # As in test_engine_compile: torch's tracing and partitioning without Inductor's code.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", dynamic=True))
-    torch.compiler.reset()
-    counters.clear()
-    options = {"max_tokens_per_gpu": 33, "dtype": torch.float32, "compile": True, "replays_experts": True}
-    reference = reference_engine(parallel, path, **options)
-    reference.warm_up(9, RESPONSE_LENGTH)
-    compiled = counters["stats"]["unique_graphs"]
-    assert compiled > 0
-
-    found = log_probs(reference, batch)
-
-    assert counters["stats"]["unique_graphs"] == compiled
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_the_share_of_other_choices_is_counted_per_expert(parallel: ParallelMesh, path: Path) -> None:
     policy = make_policy(parallel, path, gradient_checkpointing=False, replays_experts=True)
-    # Its choices do not count.
-    policy.warm_up(9, RESPONSE_LENGTH)
     batch = gradient_ranks.whole_batch()
     own = own_recording(policy, batch)
-    assert policy.update(own)["actor/routing_differs"] == 0
+    expected = make_policy(parallel, path, gradient_checkpointing=False).update(own)
+    # Its choices do not count.
+    policy.warm_up(9, RESPONSE_LENGTH)
+    metrics = policy.update(own)
+    of_experts = [name for name in metrics if name.startswith("actor/expert_")]
+    assert len(of_experts) == 3
+    assert {name: metrics[name] for name in of_experts} == {name: expected[name] for name in of_experts}
+    assert metrics["actor/routing_differs"] == 0
     assert "actor/routing_differs" not in policy.update(batch)
 
     policy = make_policy(parallel, path, gradient_checkpointing=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
+from ppojob_trainer.engines.errors import RolloutError
+from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, clear_cache, versions_of_tokens
 from tests.unit.trainer.engines.test_response_scheduler import (
     BLOCK,
     Seen,
@@ -152,3 +154,22 @@ def without_ranks(seen: Seen) -> dict[str, Any]:
         name: {key: value for key, value in response.items() if key != "ranks"}
         for name, response in complete(seen).items()
     }
+
+
+def test_a_cache_is_cleared_as_soon_as_no_request_has_a_block() -> None:
+    answers = deque([False, False, True])
+
+    async def reset() -> bool:
+        return answers.popleft()
+
+    asyncio.run(clear_cache(reset))
+
+    assert not answers
+
+
+def test_a_cache_that_is_never_cleared_is_an_error() -> None:
+    async def reset() -> bool:
+        return False
+
+    with pytest.raises(RolloutError, match=r"not cleared its prefix cache for 0\.1 s, because requests still"):
+        asyncio.run(clear_cache(reset, limit_s=0.1))

@@ -36,7 +36,7 @@ def test_models_stay_gathered_where_the_pool_has_room_beside_everything_else() -
 
 def test_beside_experts_more_is_left_free() -> None:
     mixture = replace(THIN, in_experts=GB // 2)
-    found = [stay_gathered(spec_of(), {"actor": replace(mixture, gpu_bytes=int(size * GB))}) for size in (26.0, 26.2)]
+    found = [stay_gathered(spec_of(), {"actor": replace(mixture, gpu_bytes=int(size * GB))}) for size in (23.0, 23.2)]
     assert [one["actor"] for one in found] == [False, True]
 
 

@@ -11,6 +11,8 @@ from ppojob_trainer.planning.report import phases_beyond_limit
 
 FOLDER = Path(__file__).parents[4] / "examples" / "13-large"
 GPUS = {"7b-on-2": 2, "32b-on-8": 8, "70b-on-32": 32, "8b-128k-on-16": 16, "235b-on-64": 64, "671b-on-512": 512}
+CLOSE = {"671b-on-512"}
+"""They have room for what they need, but not for all that PyTorch's allocator may keep."""
 # Many layers, or long sequences, and many micro-batches: 40 seconds to minutes.
 ARE_LONG = {"32b-on-8", "70b-on-32", "8b-128k-on-16", "235b-on-64", "671b-on-512"}
 
@@ -32,7 +34,7 @@ def test_the_layout_fits(name: str) -> None:
     assert [(pool.name, pool.changes) for pool in found.pools if not pool.fits] == []
     assert all(host.fits for host in found.hosts)
     assert found.fits
-    assert not found.is_close
+    assert found.is_close == (name in CLOSE)
     assert found.notes == []
     assert list(phases_beyond_limit(found)) == []
     # The file says whether it has run.

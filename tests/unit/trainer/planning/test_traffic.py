@@ -123,7 +123,7 @@ def test_recorded_experts_are_fetched_and_stored(tmp_path: Path, num_experts: in
     in both layers.
     """
 
-    def batch(ref: Path | None = None, **rollout: object) -> float:
+    def batch(ref: str | None = None, **rollout: object) -> float:
         model = {"actor": {"path": path}} | ({} if ref is None else {"ref": {"path": ref}})
         found = plan(tmp_path, model=model, rollout=rollout)
         links = links_of(found.spec, *of_roles(found))

@@ -43,7 +43,7 @@ from ppojob_trainer.engines.rollout.quantized_read_back import check_gpu
 from ppojob_trainer.engines.rollout.sampling import drafts_of, experts_of, log_probs_of, sampling_parameters
 from ppojob_trainer.engines.rollout.stop_strings import is_known
 from ppojob_trainer.engines.rollout.vllm_arguments import checked_arguments, prepare_process
-from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, versions_of_tokens
+from ppojob_trainer.engines.rollout.weight_changes import TOKENS_AT_UPDATES, clear_cache, versions_of_tokens
 from ppojob_trainer.engines.transports import Transports
 from ppojob_trainer.engines.weights.plans import WeightLink
 from ppojob_trainer.engines.weights.receipts import UNREAD, Receipt, read_by_none
@@ -242,8 +242,8 @@ class RolloutEngine:
         await self._answer("continued", self._running().resume_generation())
 
     async def reset_prefix_cache(self) -> None:
-        """Clear the prefix cache."""
-        await self._answer("cleared its cache", self._running().reset_prefix_cache())
+        """Clear the prefix cache; raises what `clear_cache` raises."""
+        await clear_cache(lambda: self._answer("cleared its cache", self._running().reset_prefix_cache()))
 
     async def sleep(self) -> None:
         """Release weights and cache if the GPU is shared (see the options). New weights must then be sent."""

@@ -1,4 +1,4 @@
-"""What happens to unfinished responses when the weights change between two steps of vLLM.
+"""What happens to the prefix cache and to unfinished responses when the weights change between two steps of vLLM.
 
     tokens of a response    t0 t1 t2 │ t3 t4 t5 t6 │ t7
     version of the weights        4  │      5      │  6      update 5 found 3 tokens, update 6 found 7
@@ -10,16 +10,42 @@ unfinished response is its own from then on: no other request may find a block o
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
+
+from ppojob_trainer.engines.errors import RolloutError
 
 TOKENS_AT_UPDATES: Final = "ppojob_tokens_at_updates"
 """Key in vLLM's `kv_transfer_params` of a complete response; a dictionary that passes from the scheduler to the owner
 unchanged. No other field of vLLM's messages does."""
 
 _ALL: Final = sys.maxsize
+_POLL_S: Final = 0.05
+
+
+async def clear_cache(reset: Callable[[], Awaitable[bool]], limit_s: float = 30.0) -> None:
+    """Clear the prefix cache, whose blocks older weights computed.
+
+    vLLM changes nothing, and only says so in its log, while a request has a block; one that was just aborted may.
+
+    Args:
+        reset: vLLM's reset; it returns whether the cache is empty.
+
+    Raises:
+        RolloutError: the cache was not cleared in time.
+    """
+    end = time.monotonic() + limit_s
+    while not await reset():
+        if time.monotonic() >= end:
+            raise RolloutError(
+                f"vLLM has not cleared its prefix cache for {limit_s:g} s, because requests still have blocks of it: "
+                "responses would be computed from the results of older weights"
+            )
+        await asyncio.sleep(_POLL_S)
 
 
 def forget_blocks(cache: Any, unfinished: Iterable[str]) -> None:

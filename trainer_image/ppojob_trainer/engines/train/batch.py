@@ -63,12 +63,7 @@ class Segments:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", sum(self.lengths))
-        object.__setattr__(self, "bound", -(-self.longest // _BOUND_STEP) * _BOUND_STEP)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths, default=0)
+        object.__setattr__(self, "bound", -(-max(self.lengths, default=0) // _BOUND_STEP) * _BOUND_STEP)
 
 
 @dataclass(frozen=True)

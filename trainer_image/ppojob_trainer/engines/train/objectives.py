@@ -37,7 +37,7 @@ __all__ = ["Objective", "PolicyObjective", "Ranks", "UpdateResult", "ValueObject
 
 _CORRECTION = "rollout_corr"
 """Group of the correction's metrics, as in verl."""
-_PROBS_DIFF = "probs_diff"
+_PROBS_DIFF = "training/probs_diff"
 """Name of a share: the token mean of |exp(old log-prob) - exp(log-prob)|."""
 
 
@@ -116,6 +116,7 @@ class PolicyObjective:
         self.training, self.kl = training, algorithm.kl
         self._compute_policy_loss = policy_loss_of(algorithm)
         self._bounds = _bounds_of(algorithm.correction)
+        self._is_compared = not algorithm.bypasses_old_log_probs
 
     def columns(self, batch: DataProto) -> list[str]:
         """See `Objective`. Without old_log_probs, the policy has not changed since the batch was generated."""
@@ -158,13 +159,13 @@ class PolicyObjective:
         return loss, metrics
 
     def metrics(self, batch: DataProto, result: UpdateResult, ranks: Ranks) -> dict[str, float]:
-        """See `Objective`. The first step has the weights of old_log_probs, if the trainer computed them."""
+        """See `Objective`. The first step has the weights of old_log_probs, unless the engine computed these."""
         metrics = {
             name if name.startswith(_CORRECTION) else f"actor/{name}": result.mean(name)
             for name in result.shares
             if name != _PROBS_DIFF
         }
-        if Keys.OLD_LOG_PROBS in batch and _PROBS_DIFF in result.first_shares:
+        if self._is_compared and Keys.OLD_LOG_PROBS in batch and _PROBS_DIFF in result.first_shares:
             metrics["training/update_probs_diff_mean"] = result.first_shares[_PROBS_DIFF]
         if self._bounds is not None:
             square = metrics.pop(f"{_CORRECTION}/{SQUARES}")

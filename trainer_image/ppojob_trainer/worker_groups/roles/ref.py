@@ -75,7 +75,7 @@ class RefGroup:
 
 
 def unread_by_reference(spec: PPOJobSpec) -> frozenset[str]:
-    """Return the columns that the reference does not read: of another checkpoint, the experts are others."""
+    """Return the columns that the reference does not read: the recorded experts, if it has others than the actor."""
     return frozenset() if spec.model.reference_has_actors_weights else frozenset({Keys.ROUTED_EXPERTS})
 
 

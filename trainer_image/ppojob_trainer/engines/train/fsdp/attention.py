@@ -49,7 +49,8 @@ def packed_attention(
         raise ValueError(f"attention dropout {options['dropout']} is not supported: set attention_dropout to 0")
     segments: Segments = options["segments"]
     window: int | None = options.get("sliding_window")
-    if window is not None and window >= (segments.keys or segments).longest:
+    # The rounded number: compiled code that reads the lengths is compiled for each number of sequences.
+    if window is not None and window >= (segments.keys or segments).bound:
         window = None
     scores = _Scores(options.get("scaling"), window, options.get("s_aux"))
     attend = _varlen if query.is_cuda else _one_by_one

@@ -119,8 +119,9 @@ class FSDPEngine:
             if self.setup.objective is not None:
                 with self._offloader.on_device():
                     self._warm_up_update(batch)
-        # The first update's share of differing choices would include these.
-        differing_metrics(self.setup.section, self.module.backbone, self.parallel)
+        # The first update's metrics of experts would include these.
+        if self.setup.objective is not None:
+            self._metrics_of_experts()
 
     @torch.no_grad()
     def forward(self, batch: DataProto, *, with_adapters: bool = True) -> DataProto:
@@ -178,8 +179,7 @@ class FSDPEngine:
             result.seconds = time.perf_counter() - started - self._saves.waited_s
         result.mfu = mfu(self.module.backbone, result, self.parallel, self.module.num_outputs)
         metrics = objective.metrics(batch, result, self.parallel)
-        metrics |= imbalance_metrics(self.setup.section, self.module.backbone, self.parallel)
-        metrics |= differing_metrics(self.setup.section, self.module.backbone, self.parallel)
+        metrics |= self._metrics_of_experts()
         waited = self._saves.take_waited_s()
         return metrics if waited is None else metrics | {f"timing_s/checkpoint/wait_{self.setup.section}": waited}
 
@@ -288,6 +288,11 @@ class FSDPEngine:
         if (peers := self.parallel.pipeline) is not None:
             result.shares, result.first_shares = peers.of_last(result.shares), peers.of_last(result.first_shares)
         result.num_tokens, result.num_policy_tokens, result.num_token_pairs = tokens, policy, pairs
+
+    def _metrics_of_experts(self) -> dict[str, float]:
+        """Return the metrics of the routers' choices since the last call. Collective."""
+        of_module = self.setup.section, self.module.backbone, self.parallel
+        return imbalance_metrics(*of_module) | differing_metrics(*of_module)
 
     def _recording(self) -> Recording | None:
         """Return what a batch's recorded experts are; None if it has none."""

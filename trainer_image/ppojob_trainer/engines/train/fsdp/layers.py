@@ -35,8 +35,8 @@ ATTENTION_PART: Final = "attention_part"
 """Name of a layer's attribute with its compiled first part; layers that are computed as a whole do not have it."""
 COMPILER: Final[Mapping[str, Any]] = {"recompile_limit": 64}
 """Arguments of torch.compile. It compiles a function again for each set of conditions, of all layers together: with
-gradients, without, without adapters; for a fixed size and for any; with a window and without. Beyond the limit, which
-would be 8, torch computes without compilation, and says so in the log alone."""
+gradients, without, without adapters; for a fixed size and for any; with a window and without. Beyond the limit (torch's
+default: 8), it computes without compilation and only logs it."""
 _MIXTURE: Final = "mixture"
 """Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
 

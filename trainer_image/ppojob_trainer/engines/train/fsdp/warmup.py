@@ -36,10 +36,10 @@ class Recording:
     num_experts: int
 
     def of(self, num_tokens: int) -> Experts:
-        """Return experts of so many tokens, [tokens, layers, experts of a token]: each expert gets as many tokens."""
-        shape = num_tokens, self.num_layers, self.per_token
+        """Return experts, [tokens, layers, experts of a token]; in a layer, all have nearly equally many tokens."""
         dtype = np.uint8 if self.num_experts <= np.iinfo(np.uint8).max + 1 else np.uint16
-        return (np.arange(np.prod(shape)).reshape(shape) % self.num_experts).astype(dtype)
+        tokens, layers, places = np.ogrid[:num_tokens, : self.num_layers, : self.per_token]
+        return ((tokens * self.per_token + layers + places) % self.num_experts).astype(dtype)
 
 
 def synthetic_batches(
