@@ -108,28 +108,23 @@ class ActorWorker(EngineWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROLLOUT_LOG_PROBS, Keys.ROUTED_EXPERTS))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return old_log_probs; the metrics have their difference from the rollout's log-probs."""
-        self._check_recording(batch)
+        self.check_recording(batch)
         found = self.engine.forward(batch).select([Keys.OLD_LOG_PROBS])
         difference = {}
         if Keys.ROLLOUT_LOG_PROBS in batch:
             difference = rollout_difference(batch.with_fields(found.columns), self.parallel)
         return with_metrics(found.columns, difference)
 
-    def _check_recording(self, batch: DataProto) -> None:
-        """Raise a ProtocolError if the rollout recorded no experts and the spec has them replayed."""
-        if self.spec.rollout.routing_replay:
-            batch.ragged(Keys.ROUTED_EXPERTS)
-
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROUTED_EXPERTS))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob, by the policy with its adapters off."""
-        self._check_recording(batch)
+        self.check_recording(batch)
         return as_ref_log_prob(self.engine.forward(batch, with_adapters=False))
 
     @register(dispatch=Dispatch.DP_COMPUTE_METRIC, reads=READ_BY_UPDATE)
     def update_actor(self, batch: DataProto) -> Metrics:
         """Run PPO's minibatches on the batch."""
-        self._check_recording(batch)
+        self.check_recording(batch)
         return self.engine.update(batch)
 
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=READ_BY_ADVANTAGES)

@@ -53,9 +53,7 @@ class RefWorker(EngineWorker):
     @register(dispatch=Dispatch.MESH_COMPUTE_PROTO, reads=(*SEQUENCES, Keys.ROUTED_EXPERTS))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob."""
-        if self.setup.replays_experts:
-            # Raises if the rollout recorded none.
-            batch.ragged(Keys.ROUTED_EXPERTS)
+        self.check_recording(batch)
         return as_ref_log_prob(self.engine.forward(batch))
 
 

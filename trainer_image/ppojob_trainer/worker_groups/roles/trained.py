@@ -24,6 +24,7 @@ from ppojob_trainer.engines.train.engine import EngineSetup, TrainEngine
 from ppojob_trainer.engines.train.loader import make_engine, parameters_of_adapters, parameters_of_stages
 from ppojob_trainer.engines.train.mesh import ParallelMesh, init_process_group
 from ppojob_trainer.engines.transports import Transports, log_connections
+from ppojob_trainer.protocol import DataProto, Keys
 from ppojob_trainer.worker_groups.dispatch import Dispatch, register
 from ppojob_trainer.worker_groups.errors import NotRenewableError
 from ppojob_trainer.worker_groups.worker_group import WorkerGroup
@@ -280,6 +281,11 @@ class EngineWorker(TrainedWorker):
         if self._engine is None:
             self._engine = make_engine(self.setup)
         return self._engine
+
+    def check_recording(self, batch: DataProto) -> None:
+        """Raise a ProtocolError if the engine replays experts and the rollout recorded none."""
+        if self.setup.replays_experts:
+            batch.ragged(Keys.ROUTED_EXPERTS)
 
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def load(self, stays_gathered: bool, total_steps: int) -> None:
