@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ppojob_trainer.engines.allocator import use_expandable_segments
 from ppojob_trainer.engines.errors import WeightLinkError
 from ppojob_trainer.engines.weights.buckets import TensorSpec
 from ppojob_trainer.engines.weights.plans import Backend, LinkPlan, WeightLink
@@ -137,6 +138,8 @@ def main() -> None:
     rank, folder, backend, case = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.cuda.set_device(GPU)
     if rank == 0:
+        # As in the actor.
+        use_expandable_segments()
         assert backend in ("nccl", "cuda_ipc")
         send(folder, backend, case)  # type: ignore[arg-type]
     elif rank == 1:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ppojob_trainer.engines.allocator import use_expandable_segments
 from ppojob_trainer.engines.errors import RendezvousError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def join_process_group(
         RendezvousError: not all ranks joined in time.
     """
     if is_cuda:
+        use_expandable_segments()
         torch.cuda.set_device(0)
     try:
         dist.init_process_group(

@@ -56,8 +56,9 @@ class Moved:
 class Observed:
     """One call of one process.
 
-    allocated_peak_bytes: torch's peak allocation during the call; None without CUDA. gpu: samples since the process's
-    last call; None without a GPU. phase: the phase of the call. moved: its data transfer; None if it had none.
+    allocated_peak_bytes, reserved_peak_bytes: the most that torch allocated during the call, and that it kept for this
+    process, which includes free memory; None without CUDA. gpu: samples since the process's last call; None without a
+    GPU. phase: the phase of the call. moved: its data transfer; None if it had none.
     """
 
     role: str
@@ -66,6 +67,7 @@ class Observed:
     gpu: GpuUse | None = None
     phase: str = ""
     moved: Moved | None = None
+    reserved_peak_bytes: int | None = None
 
 
 class Observer:
@@ -95,7 +97,8 @@ class Observer:
         data = moved if moved.fetched_bytes or moved.stored_bytes else None
         if not self._has_gpu:
             return Observed(self._role, step, phase=name, moved=data)
-        return Observed(self._role, step, _allocated_peak(), self._gpu_use(), name, data)
+        allocated, reserved = _memory_peaks()
+        return Observed(self._role, step, allocated, self._gpu_use(), name, data, reserved)
 
     def _gpu_use(self) -> GpuUse | None:
         if self._sampler is not None:
@@ -134,7 +137,8 @@ class Observations:
 def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -> dict[str, float]:
     """Return the metrics of a step's calls; memory in GB (1e9 bytes), the maximum over ranks and GPUs.
 
-    perf/max_memory_allocated_gb/<role>: by torch. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
+    perf/max_memory_allocated_gb/<role>, perf/max_memory_reserved_gb/<role>: by torch, without and with the free memory
+    that it keeps. pool/<name>/memory_peak_gb: in use on a GPU of the pool, by all its
     processes. pool/<name>/memory_total_gb: memory of that GPU. pool/<name>/gpu_utilization: mean share of the time in
     which a kernel ran, from 0 to 1.
     comm_s/<phase>: seconds that the slowest rank took to fetch its rows and to store its answer, which are part of
@@ -146,6 +150,8 @@ def observed_metrics(observed: Iterable[Observed], pool_of: Mapping[str, str]) -
     for call in observed:
         if call.allocated_peak_bytes is not None:
             _raise_to(metrics, f"perf/max_memory_allocated_gb/{call.role}", call.allocated_peak_bytes / _BYTES_PER_GB)
+        if call.reserved_peak_bytes is not None:
+            _raise_to(metrics, f"perf/max_memory_reserved_gb/{call.role}", call.reserved_peak_bytes / _BYTES_PER_GB)
         if call.moved is not None and call.phase:
             _raise_to(metrics, f"comm_s/{call.phase}", call.moved.seconds)
             _add_to(metrics, f"comm_mb/{call.phase}", call.moved.fetched_bytes / _BYTES_PER_MB)
@@ -171,14 +177,15 @@ def _add_to(metrics: dict[str, float], name: str, value: float) -> None:
     metrics[name] = metrics.get(name, 0.0) + value
 
 
-def _allocated_peak() -> int | None:
+def _memory_peaks() -> tuple[int | None, int | None]:
+    """Return the most bytes that torch allocated, and reserved, since the last call."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    peak = torch.cuda.max_memory_allocated()
+        return None, None
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    return peak
+    return peaks
 
 
 def _answer(ref: ObjectRef[Observed]) -> Observed | None:

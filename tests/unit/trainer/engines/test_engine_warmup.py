@@ -13,6 +13,7 @@ import torch
 from ppojob_api.v1alpha1.algorithm import KL, AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel, LoRA, Offload, TrainedModel
 from ppojob_api.v1alpha1.training import ActorSpec, CriticSpec
+from ppojob_trainer.engines.train.batch import Segments
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.warmup import Recording, synthetic_batches
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -64,9 +65,9 @@ def test_a_warmup_runs_forward_and_backward(
 
     monkeypatch.setattr(policy.module, "forward", noted)
     policy.warm_up(PROMPT, RESPONSE)
-    whole, half = PROMPT + RESPONSE, PROMPT // 2 + RESPONSE
-    # The second batch comes in two micro-batches, because one more sequence is more than a micro-batch may have.
-    assert sorted(calls) == sorted((grad, size) for grad in (False, True) for size in (whole, whole, half))
+    whole, half = PROMPT + RESPONSE, PROMPT // 2 + RESPONSE // 2
+    # The second batch comes in two micro-batches, because three halves are more than a micro-batch may have.
+    assert sorted(calls) == sorted((grad, size) for grad in (False, True) for size in (whole, 2 * half, half))
 
 
 def test_critic_and_reference_warm_up_too(model_path: Path, parallel: ParallelMesh, batch: DataProto) -> None:
@@ -100,7 +101,14 @@ def test_recorded_experts_of_a_warm_up_are_of_all_experts_alike() -> None:
     assert Recording(1, 1, 257).of(1).dtype == np.uint16
 
 
-def test_the_two_batches_differ_in_all_sizes_and_have_the_longest_sequence() -> None:
-    first, second = synthetic_batches(7, 5)
-    assert [int(batch.ragged(Keys.INPUT_IDS).lengths.sum()) for batch in (first, second)] == [12, 12 + 8]
-    assert [len(batch) for batch in (first, second)] == [1, 2]
+@pytest.mark.parametrize(("prompt", "response"), [(7, 5), (130, 127), (130, 512), (100, 2048)])
+def test_the_two_batches_differ_in_all_sizes_and_have_the_longest_sequence(prompt: int, response: int) -> None:
+    first, second = (
+        tuple(int(length) for length in batch.ragged(Keys.INPUT_IDS).lengths)
+        for batch in synthetic_batches(prompt, response)
+    )
+    assert first == (prompt + response,)
+    assert second == (prompt // 2 + response // 2,) * 3
+    # Up to 256 tokens, all batches of the job have the same one.
+    bounds = [Segments(torch.empty(0), lengths).bound for lengths in (first, second)]
+    assert bounds[0] != bounds[1] or first[0] <= 256

@@ -38,6 +38,9 @@ class SmallMemory:
     def skip(self, num_bytes: int) -> None:
         self.receive(num_bytes)
 
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        raise AssertionError("it only receives")
+
     def send(self, buffer: torch.Tensor) -> None:
         raise AssertionError("it only receives")
 

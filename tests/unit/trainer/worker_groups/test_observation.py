@@ -41,6 +41,7 @@ def test_metrics_of_a_step_are_the_largest_over_ranks_and_the_mean_over_samples(
     observed = [
         Observed("actor", 3, allocated_peak_bytes=2 * 10**9, gpu=GpuUse(8 * 10**9, 80 * 10**9, 0.5, 1)),
         Observed("actor", 3, allocated_peak_bytes=3 * 10**9, gpu=GpuUse(7 * 10**9, 80 * 10**9, 3.0, 3)),
+        Observed("actor", 3, reserved_peak_bytes=5 * 10**9),
         Observed("rollout", 3, allocated_peak_bytes=None, gpu=GpuUse(20 * 10**9)),
         Observed("critic", 3, allocated_peak_bytes=10**9, gpu=None),
         Observed("reward", 3),
@@ -50,6 +51,7 @@ def test_metrics_of_a_step_are_the_largest_over_ranks_and_the_mean_over_samples(
     assert observed_metrics(observed, {"actor": "a", "rollout": "a", "critic": "c", "reward": "c"}) == {
         "perf/max_memory_allocated_gb/actor": 3.0,
         "perf/max_memory_allocated_gb/critic": 1.0,
+        "perf/max_memory_reserved_gb/actor": 5.0,
         "pool/a/memory_peak_gb": 20.0,
         "pool/a/memory_total_gb": 80.0,
         "pool/a/gpu_utilization": 0.875,

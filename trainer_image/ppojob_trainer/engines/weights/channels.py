@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend as Group
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ppojob_trainer.engines.allocator import ordinary_segments
 from ppojob_trainer.engines.network import local_address
 from ppojob_trainer.engines.transports import CUDA_IPC, GLOO, NcclLog, Transports
 from ppojob_trainer.engines.weights.waiting import BrokenLinkError, mark_broken, meet, value_of, wait_until
@@ -38,8 +39,12 @@ _ABORT_LIMIT_S = 5.0
 class Channel(Protocol):
     """One sender, rank 0, and receivers from rank 1."""
 
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Return memory for `send`: uint8 [num_bytes] of zeros."""
+        ...
+
     def send(self, buffer: Tensor) -> None:
-        """Send a uint8 buffer to all receivers; it may be changed after this returns."""
+        """Send a buffer to all receivers; it may be changed after this returns."""
         ...
 
     def receive(self, num_bytes: int) -> Tensor:
@@ -100,6 +105,9 @@ class _GroupChannel:
 
     def transports(self) -> Transports:
         return self._transports
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, buffer: Tensor) -> None:
         self._broadcast(buffer)
@@ -187,6 +195,10 @@ class _SharedMemoryChannel:
 
     def transports(self) -> Transports:
         return self._transports
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        with ordinary_segments():
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, buffer: Tensor) -> None:
         from torch.multiprocessing.reductions import reduce_tensor

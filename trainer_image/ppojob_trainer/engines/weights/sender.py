@@ -225,7 +225,7 @@ class _LinkEnd:
         announcement = Announcement(version, is_compared, self._is_divided, is_partial)
         self._store.set(announcement_key(number), announcement.to_text())
         self._num_pushes += 1
-        self._sending = _Sending(announcement, self._buckets, self._channel, self._device)
+        self._sending = _Sending(announcement, self._buckets, self._channel)
 
     def _lay_out(self, store: TCPStore, key: str, specs: Sequence[TensorSpec]) -> None:
         """Use the buckets of a kind of push from now on; the first time, write them into the store."""
@@ -277,10 +277,8 @@ class _LinkEnd:
 class _Sending:
     """One push over a link: fills a bucket tensor by tensor, and sends it when it is full."""
 
-    def __init__(
-        self, announcement: Announcement, buckets: Sequence[Bucket], channel: Channel, device: torch.device
-    ) -> None:
-        self._announcement, self._buckets, self._channel, self._device = announcement, buckets, channel, device
+    def __init__(self, announcement: Announcement, buckets: Sequence[Bucket], channel: Channel) -> None:
+        self._announcement, self._buckets, self._channel = announcement, buckets, channel
         self._places = ((bucket, index) for bucket in buckets for index in range(len(bucket.specs)))
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._sums: list[Tensor] = []
@@ -301,7 +299,7 @@ class _Sending:
         assert place is not None, "the source yields more tensors than it has specs"
         bucket, index = place
         if index == 0:
-            self._buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            self._buffer = self._channel.buffer(bucket.num_bytes)
             self._sums = []
         bucket.pack(self._buffer, index, tensor)
         if self._announcement.has_sums and bucket.num_sums[index]:
@@ -312,7 +310,8 @@ class _Sending:
         self._send(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._sums:
-            self._send(torch.cat(self._sums).view(torch.uint8))
+            sums = torch.cat(self._sums).view(torch.uint8)
+            self._send(self._channel.buffer(sums.numel()).copy_(sums))
 
     def _send(self, buffer: Tensor) -> None:
         """Send a buffer. Other failures than the connection's, such as packing without memory, are the actor's own."""

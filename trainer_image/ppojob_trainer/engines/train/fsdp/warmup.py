@@ -47,17 +47,17 @@ def synthetic_batches(
 ) -> Iterator[DataProto]:
     """Yield two batches of different sizes: torch compiles for one fixed size first, and for any size at the second.
 
-    Neither is larger than a micro-batch of the job may be. They have the fields that log-probs, values and losses read.
+    That holds for each size by itself: tokens, sequences, and those of the longest sequence (`Segments.bound`), which
+    is a number for the attention's kernel. The first batch is one sequence that is as long as any of the job. They have
+    the fields that log-probs, values and losses read.
 
     Args:
         recording: of the batches' experts; None: they have none.
     """
-    full, half = [0] * prompt_tokens, [0] * max(1, prompt_tokens // 2)
-    for prompts in ([full], [full, half]):
-        experts = None
-        if recording is not None:
-            experts = [recording.of(len(prompt) + response_tokens - 1) for prompt in prompts]
-        rows = rollout_batch(prompts, [[0] * response_tokens] * len(prompts), experts=experts)
+    half_prompt, half_response = max(1, prompt_tokens // 2), max(1, response_tokens // 2)
+    for number, prompt, response in ((1, prompt_tokens, response_tokens), (3, half_prompt, half_response)):
+        experts = None if recording is None else [recording.of(prompt + response - 1)] * number
+        rows = rollout_batch([[0] * prompt] * number, [[0] * response] * number, experts=experts)
         mask = rows[Keys.RESPONSE_MASK]
         zeros = mask.with_values(torch.zeros(len(mask.values)))
         meta = {Meta.TEMPERATURE: 1.0, EngineMeta.RESPONSE_LENGTH: response_tokens}
