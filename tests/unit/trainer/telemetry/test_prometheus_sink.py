@@ -27,6 +27,7 @@ def sink() -> Iterator[PrometheusSink]:
         ("comm_transport/actor/nvlink", Series("ppojob_comm_transport", {"who": "actor", "transport": "nvlink"})),
         ("perf/mfu/critic", Series("ppojob_perf_mfu", {"role": "critic"})),
         ("perf/max_memory_allocated_gb/ref", Series("ppojob_perf_max_memory_allocated_gb", {"role": "ref"})),
+        ("perf/max_memory_reserved_gb/ref", Series("ppojob_perf_max_memory_reserved_gb", {"role": "ref"})),
         ("perf/throughput", Series("ppojob_perf_throughput")),
         ("pool/a-b/memory_peak_gb", Series("ppojob_pool_memory_peak_gb", {"pool": "a-b"})),
         ("mixture/gsm8k/share", Series("ppojob_mixture_share", {"source": "gsm8k"})),

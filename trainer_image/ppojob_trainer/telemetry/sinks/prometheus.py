@@ -14,7 +14,7 @@ from ppojob_trainer.telemetry.sinks.sink import Metrics
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 _LABELLED = (
     re.compile(r"(?P<name>timing_s|timing_per_token_ms|comm_(?:s|mb|gb_per_s|receivers|read_back))/(?P<phase>[^/]+)"),
-    re.compile(r"(?P<name>perf/(?:mfu|max_memory_allocated_gb))/(?P<role>[^/]+)"),
+    re.compile(r"(?P<name>perf/(?:mfu|max_memory_allocated_gb|max_memory_reserved_gb))/(?P<role>[^/]+)"),
     re.compile(r"(?P<group>pool)/(?P<pool>[^/]+)/(?P<measure>.+)"),
     re.compile(r"(?P<group>mixture)/(?P<source>[^/]+)/(?P<measure>.+)"),
     re.compile(r"(?P<name>comm_transport)/(?P<who>[^/]+)/(?P<transport>[^/]+)"),
