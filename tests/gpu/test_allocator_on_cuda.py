@@ -30,7 +30,7 @@ def seen() -> dict[str, bool]:
         place = tensor.data_ptr()
         [segment] = [
             segment
-            for segment in torch.cuda.memory_snapshot()
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if segment["address"] <= place < segment["address"] + segment["total_size"]
         ]
         return bool(segment["is_expandable"])
