@@ -35,7 +35,7 @@ def use_expandable_segments() -> None:
 @contextmanager
 def ordinary_segments() -> Iterator[None]:
     """Within the block, new memory of this process is not from expandable segments, so CUDA IPC can share it."""
-    _set(settings(of_environment(), expandable=False, is_forced=True))
+    _set(settings(of_environment(), expandable=False))
     try:
         yield
     finally:
@@ -47,19 +47,18 @@ def of_environment() -> str:
     return next((value for name in VARIABLES if (value := os.environ.get(name))), "")
 
 
-def settings(given: str, *, expandable: bool, is_forced: bool = False) -> str:
+def settings(given: str, *, expandable: bool) -> str:
     """Return all settings as torch reads them, because it forgets those that it is not given again.
 
     Args:
         given: those of the user.
-        expandable: whether segments are expandable.
-        is_forced: also if the user's settings say something else about it.
+        expandable: True: segments are expandable, unless the user's settings say something about it. False: they are
+            not, whatever those say.
     """
     own = [part for part in _parts(given) if part]
-    has_own = any(part.partition(":")[0].strip() == _NAME for part in own)
-    if has_own and not is_forced:
-        return ",".join(own)
     others = [part for part in own if part.partition(":")[0].strip() != _NAME]
+    if expandable and len(others) < len(own):
+        return ",".join(own)
     return ",".join([*others, f"{_NAME}:{expandable}"])
 
 

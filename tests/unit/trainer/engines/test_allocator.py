@@ -25,7 +25,7 @@ def test_segments_are_expandable_unless_the_user_says_otherwise(given: str, want
 
 def test_memory_that_is_shared_is_never_in_expandable_segments() -> None:
     given = f"{DIVISIONS},expandable_segments:True"
-    assert settings(given, expandable=False, is_forced=True) == f"{DIVISIONS},expandable_segments:False"
+    assert settings(given, expandable=False) == f"{DIVISIONS},expandable_segments:False"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
