@@ -34,9 +34,12 @@ __all__ = ["ATTENTION_PART", "COMPILER", "attention_part", "prepare_layer"]
 ATTENTION_PART: Final = "attention_part"
 """Name of a layer's attribute with its compiled first part; layers that are computed as a whole do not have it."""
 COMPILER: Final[Mapping[str, Any]] = {"recompile_limit": 64}
-"""Arguments of torch.compile. It compiles a function again for each set of conditions, of all layers together: with
-gradients, without, without adapters; for a fixed size and for any; with a window and without. Beyond the limit (torch's
-default: 8), it computes without compilation and only logs it."""
+"""Arguments of torch.compile with any backend. It compiles a function again for each set of conditions, of all layers
+together: with gradients, without, without adapters; for a fixed size and for any; with a window and without. Beyond the
+limit (torch's default: 8), it computes without compilation and only logs it."""
+_INDUCTOR: Final[Mapping[str, bool]] = {"triton.mix_order_reduction_non_strict_mode": True}
+"""Options of torch.compile's own backend. By default, the number of tokens decides whether a sum over tokens and one
+over a token's numbers become one kernel. A warm-up has fewer, so the first step would compile the layers again."""
 _MIXTURE: Final = "mixture"
 """Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
 
@@ -56,7 +59,8 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
         gathers_experts: whether FSDP gathers the layer's experts separately, if it has any.
     """
     if compiles and gathers_experts and any(expert_modules(layer)):
-        setattr(layer, ATTENTION_PART, torch.compile(attention_part(recomputes=recomputes), **COMPILER))
+        part = torch.compile(attention_part(recomputes=recomputes), options=dict(_INDUCTOR), **COMPILER)
+        setattr(layer, ATTENTION_PART, part)
         layer.recomputes = recomputes  # type: ignore[assignment]
         _find_mixture(layer)
         layer.forward = MethodType(_in_parts, layer)
@@ -66,7 +70,7 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
             _find_mixture(layer)
         layer.forward = MethodType(_recomputed_with_choice if keeps_choice else _recomputed, layer)
     if compiles:
-        layer.compile(**COMPILER)
+        layer.compile(options=dict(_INDUCTOR), **COMPILER)
 
 
 def attention_part(*, recomputes: bool) -> Callable[..., Tensor]:
