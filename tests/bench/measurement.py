@@ -48,6 +48,16 @@ class Run:
         """Seconds of a step."""
         return self.metrics["timing_s/step"]
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all steps per second and GPU; None if the run does not say so.
+
+        Responses of varied lengths give two runs different tokens, so this compares them, and not the step's seconds.
+        """
+        steps = [step for step in self.steps if "perf/throughput" in step]
+        seconds = sum(step["timing_s/step"] for step in steps)
+        return sum(step["perf/throughput"] * step["timing_s/step"] for step in steps) / seconds if steps else None
+
 
 @dataclass(frozen=True)
 class Result(Run):

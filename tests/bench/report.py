@@ -42,7 +42,9 @@ def table(results: Sequence[Run], size: workload.Size, alone_s: Mapping[int, flo
     shown.add_section()
     first = results[0]
     _row(shown, "step", results, lambda result: f"{result.step_s:.3f}")
-    _row(shown, f"ratio to {first.name}", results, lambda result: f"{result.step_s / first.step_s:.3f}")
+    _row(shown, f"ratio to {first.name}, seconds", results, lambda result: f"{result.step_s / first.step_s:.3f}")
+    _row(shown, "tokens/s per GPU", results, lambda result: _number(result.tokens_per_s))
+    _row(shown, f"ratio to {first.name}, tokens/s", results, lambda result: _number(_speed(result, first)))
     ours = _only_ours(lambda result: f"{result.step_over_longest_pool():.3f}")
     _row(shown, "step / longest pool's own phases", results, ours)
     ours = _only_ours(lambda result: _share(result.between_phases))
@@ -74,6 +76,12 @@ def memory_peak(result: Run) -> float | None:
     """Return the most that was in use on any GPU of any pool, in GB (1e9); None on CPU."""
     peaks = [v for name, v in result.metrics.items() if name.startswith("pool/") and name.endswith("/memory_peak_gb")]
     return max(peaks, default=None)
+
+
+def _speed(result: Run, first: Run) -> float | None:
+    """Return a run's tokens per second over those of the first one."""
+    speed, unit = result.tokens_per_s, first.tokens_per_s
+    return None if speed is None or unit is None else speed / unit
 
 
 def _gen_ratio(result: Result, size: workload.Size, alone_s: Mapping[int, float]) -> float | None:

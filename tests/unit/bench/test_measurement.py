@@ -13,7 +13,7 @@ from ppojob_trainer.telemetry.trace import Span, TraceWriter
 from tests.bench import predictions, report, whole_run, workload
 from tests.bench.floors import sync_floor
 from tests.bench.layouts import layout
-from tests.bench.measurement import Result, measure, read, share_between_phases
+from tests.bench.measurement import Result, Run, measure, read, share_between_phases
 from tests.processes import left_of
 
 SIZE = workload.Size("tiny", 8, 16, 16, 512)
@@ -57,6 +57,13 @@ def test_a_run_is_its_medians_after_the_warm_up(tmp_path: Path) -> None:
     assert report.memory_peak(result) == 30.0
     assert report.sync_bandwidth(result) == 0.09, "of one replica, however many senders there are"
     assert result.between_phases == pytest.approx(0.05)
+
+
+def test_tokens_per_second_are_of_all_steps_together() -> None:
+    steps = [{"timing_s/step": 1.0, "perf/throughput": 400.0}, {"timing_s/step": 3.0, "perf/throughput": 200.0}]
+
+    assert Run("1+1", 100.0, steps).tokens_per_s == 250.0
+    assert Run("1+1", 100.0, [{"timing_s/step": 1.0}]).tokens_per_s is None
 
 
 def test_a_finished_run_of_the_same_job_is_not_repeated(tmp_path: Path) -> None:

@@ -173,18 +173,19 @@ def test_a_run_is_what_its_file_logger_wrote_after_the_warm_up(tmp_path: Path) -
 
 
 def test_it_is_beside_ours_in_the_table() -> None:
-    phases = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.5, "timing_s/step": 4.6}
+    phases = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.5, "timing_s/step": 4.6, "perf/throughput": 300.0}
     ours = Result("colocated", 100.0, [phases], job(Path("/w")), 0.01)
+    theirs = {"timing_s/gen": 2.5, "timing_s/step": 9.2, "perf/throughput": 100.0}
     console = Console(width=150, record=True)
 
-    console.print(
-        report.table([ours, Run("verl 0.9.1", 150.0, [{"timing_s/gen": 2.5, "timing_s/step": 9.2}])], TINY, {})
-    )
+    console.print(report.table([ours, Run("verl 0.9.1", 150.0, [theirs])], TINY, {}))
 
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:4]] for cells in _cells(console.export_text())}
     assert rows["gen"] == ["2.000", "2.500"]
     assert rows["update_actor"] == ["1.500", "-"]
-    assert rows["ratio to colocated"] == ["1.000", "2.000"]
+    assert rows["ratio to colocated, seconds"] == ["1.000", "2.000"]
+    assert rows["tokens/s per GPU"] == ["300", "100"]
+    assert rows["ratio to colocated, tokens/s"] == ["1", "0.3333"]
     assert rows["no phase in any pool, share of the time"] == ["1.00%", "-"]
     assert rows["start to first step, s"] == ["100.0", "150.0"]
 
