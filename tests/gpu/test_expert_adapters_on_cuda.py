@@ -6,12 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.fsdp.lora import add_adapters, is_adapter
 from tests.gpu.test_grouped_experts_on_cuda import NUM_EXPERTS, PER_TOKEN, ROUNDING, TOKENS, choices, distance
+from tests.unit.trainer.engines.test_expert_adapter_products import merged
 from tests.unit.trainer.engines.tiny_experts import tiny_experts
 
 pytestmark = pytest.mark.gpu
@@ -20,10 +22,13 @@ FACTOR = 2.0
 TARGETS = ["gate_proj", "up_proj", "down_proj"]
 
 
-def adapted(rank: int, sizes: tuple[int, int], targets: list[str]) -> nn.Module:
+def adapted(rank: int, sizes: tuple[int, int], targets: list[str], family: str = "qwen3_moe") -> nn.Module:
     hidden_size, expert_size = sizes
-    shape = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": expert_size, "hidden_size": hidden_size}
-    model = tiny_experts(torch.bfloat16, **shape)
+    names = {"gpt_oss": ("num_local_experts", "intermediate_size")}.get(
+        family, ("num_experts", "moe_intermediate_size")
+    )
+    shape = {names[0]: NUM_EXPERTS, names[1]: expert_size, "hidden_size": hidden_size}
+    model = tiny_experts(torch.bfloat16, family, **shape)
     experts.add_counts(model)
     model.requires_grad_(False)
     layers = model.base_model.get_submodule("layers")
@@ -61,6 +66,30 @@ def test_they_are_those_in_float64_and_the_same_each_time(
     again = experts.count_and_multiply(module, hidden, chosen, weights)
     for first, second in zip(found, [again, *torch.autograd.grad(again, given, outer)], strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("sizes", [(64, 48), (2880, 2880)])
+@pytest.mark.parametrize("rank", [1, 16])
+def test_those_of_gpt_oss_are_transformers_experts_in_float64(rank: int, sizes: tuple[int, int]) -> None:
+    targets = ["gate_up_proj", "down_proj"]
+    module, chosen = adapted(rank, sizes, targets, "gpt_oss"), choices()
+    # Small: rounding would move many large gates over the limit of the clamp, where their gradient ends.
+    hidden = (torch.randn(TOKENS, sizes[0], device="cuda") / sizes[0] ** 0.5).bfloat16().requires_grad_()
+    weights = torch.rand(TOKENS, PER_TOKEN, device="cuda").requires_grad_()
+    outer = torch.randn(TOKENS, sizes[0], device="cuda").bfloat16()
+    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    given = [hidden, weights, *trained.values()]
+
+    output = experts.count_and_multiply(module, hidden, chosen, weights)
+    found = [output, *torch.autograd.grad(output, given, outer)]
+
+    module.double().config._experts_implementation = "eager"  # type: ignore[union-attr]
+    exact_given = [one.detach().double().requires_grad_() for one in given[:2]]
+    expected = functional_call(module, merged(module, targets, FACTOR), (exact_given[0], chosen, exact_given[1]))
+    exact_given += [one for one in module.parameters() if one.requires_grad]
+    gradients = torch.autograd.grad(expected, exact_given, outer.double())
+    for name, ours, exact in zip(["output", "hidden", "weights", *trained], found, [expected, *gradients], strict=True):
+        assert distance(ours, exact) < 3 * ROUNDING[torch.bfloat16], name
 
 
 def test_experts_without_a_row_get_gradients_of_zeros() -> None:

@@ -1,7 +1,7 @@
 """peft reads our adapters, computes with them what we compute, and merges them to the same weights.
 
-Of Mixtral, also the adapters of the experts. Families with dense layers or shared experts are missing: peft gives their
-dense layers the rank and the factor of fused experts (docs/support-matrix.md, "Adapters on experts").
+Of Mixtral and gpt-oss, also the adapters of the experts. Families with dense layers or shared experts are missing: peft
+gives their dense layers the rank and the factor of fused experts (docs/support-matrix.md, "Adapters on experts").
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parallel() -> Iterator[ParallelMesh]:
     group.destroy()
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", "mixtral", "gpt_oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model of a family in `tiny`."""
     folder = tmp_path_factory.mktemp("peft")

@@ -20,7 +20,8 @@ class LoRA(ApiModel):
     target_modules: Annotated[list[ShortText], Field(max_length=64)] = Field(default_factory=list)
     """Linear layers that get adapters, by the last part of their name in HuggingFace checkpoints, such as q_proj.
     Empty: all linear layers of the decoder layers, those of experts too. A name means the layers of all experts, of
-    shared experts and of dense layers: gate_proj, up_proj and down_proj, in Mixtral w1, w3 and w2."""
+    shared experts and of dense layers: gate_proj, up_proj and down_proj, in Mixtral w1, w3 and w2, in gpt-oss
+    gate_up_proj and down_proj."""
 
 
 class FrozenOffload(ApiModel):

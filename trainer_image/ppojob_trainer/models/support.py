@@ -68,7 +68,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": Family(
         "sliding windows, YaRN; checkpoints in bfloat16 alone",
         push=Support.TESTED,
-        lora=Support.NOT_EXPERTS,
         tensor_parallel=Support.REFUSED,
     ),
     "mixtral": Family(

@@ -19,7 +19,6 @@ from ppojob_trainer.engines.train.batch import MicroBatchPlan, build_micro_batch
 from ppojob_trainer.engines.train.fsdp.divisions import check_divisions
 from ppojob_trainer.engines.train.fsdp.engine import FSDPEngine
 from ppojob_trainer.engines.train.fsdp.families import refuse_unsupported
-from ppojob_trainer.engines.train.fsdp.lora import add_adapters
 from ppojob_trainer.engines.train.fsdp.model import LoadOptions, load_policy
 from ppojob_trainer.engines.train.fsdp.passes import Received
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -325,20 +324,8 @@ def test_the_table_has_the_families_of_these_tests() -> None:
 @pytest.mark.parametrize("column", ["lora", "pipeline"])
 def test_the_table_has_adapters_and_pipelines_of_the_families_of_these_tests(column: str) -> None:
     """The tests of stages, and those of adapters on the attention, are for each of them."""
-    known = {Support.TESTED, Support.NOT_EXPERTS} if column == "lora" else {Support.TESTED}
-    tested = {name for name, family in support.FAMILIES.items() if getattr(family, column) in known}
+    tested = {name for name, family in support.FAMILIES.items() if getattr(family, column) is Support.TESTED}
     assert tested == {family for family, _ in FAMILIES.values()}
-
-
-def test_adapters_of_all_layers_are_refused_where_those_of_experts_would_be_missing() -> None:
-    missing = {name for name, family in support.FAMILIES.items() if family.lora is Support.NOT_EXPERTS}
-    assert missing == {"gpt_oss"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **{**SHAPE, **GPT_OSS}))
-
-    with pytest.raises(
-        ModelUnsupportedError, match=r"experts of gpt_oss cannot have .* to some of k_proj, o_proj, q_proj, v_proj$"
-    ):
-        add_adapters(model, model.base_model.layers, LoRA(rank=4))
 
 
 def test_the_table_has_the_families_that_are_refused_with_tensor_parallelism() -> None:

@@ -220,6 +220,7 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         "starved": save_starved_experts(folder / "starved"),
         "deepseek": save_tiny_experts(folder / "deepseek", family="deepseek_v3"),
         "mixtral": save_tiny_experts(folder / "mixtral", family="mixtral"),
+        "gpt oss": save_tiny_experts(folder / "gpt oss", family="gpt_oss"),
         "two experts": saved(tiny_experts(num_experts=2), folder / "two"),
     }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -94,6 +95,40 @@ def test_values_and_gradients_are_those_of_a_loop_over_the_experts(targets: list
     with adapters_off(module):
         plain = experts.count_and_multiply(module, hidden, chosen, weights)
     torch.testing.assert_close(plain, loop(module, [], hidden, chosen, weights), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]], ids=str)
+def test_those_of_gpt_oss_are_transformers_experts_with_other_weights(targets: list[str]) -> None:
+    """Its weights are transposed, with gate and up side by side in one adapter, and biases have none."""
+    _, module = adapted(targets, "gpt_oss")
+    hidden, chosen, weights = inputs(torch.float32, torch.float32)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * len(targets)
+    outer = torch.linspace(-1, 2, hidden.numel()).view_as(hidden)
+    given = [hidden, weights, *trained.values()]
+
+    output = module(hidden, chosen, weights)
+    found = [output, *torch.autograd.grad(output, given, outer)]
+
+    module.config._experts_implementation = "eager"  # type: ignore[union-attr, assignment]
+    expected = functional_call(module, merged(module, targets, FACTOR), (hidden, chosen, weights))
+    exact = [expected, *torch.autograd.grad(expected, given, outer)]
+    for name, ours, theirs in zip(["output", "hidden", "weights", *trained], found, exact, strict=True):
+        scale = theirs.abs().max()
+        assert scale > 0
+        # Float32 sums in another order.
+        torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-5, rtol=0, msg=name)
+
+
+def merged(module: nn.Module, targets: list[str], factor: float) -> dict[str, Tensor]:
+    """Return the weights [E, inputs, outputs] of gpt-oss's experts with their adapters, differentiable."""
+    parts = dict(module.named_parameters())
+    return {
+        name: parts[name]
+        + factor
+        * torch.einsum("eor,eri->eio", parts[f"adapters.{name}.{name}.lora_B"], parts[f"adapters.{name}.{name}.lora_A"])
+        for name in targets
+    }
 
 
 def test_frozen_experts_get_no_gradients_beside_their_adapters() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.unit.trainer.engines.option_ranks import fill_second_matrices
 from tests.unit.trainer.engines.tiny_experts import (
     EXPERT_SIZE,
     MIXTURES,
+    NUM_EXPERTS,
     PER_TOKEN,
     save_tiny_experts,
 )
@@ -42,7 +44,7 @@ from tests.unit.trainer.padded import padded_inputs, padded_responses, response_
 
 HIDDEN = 48
 RANK, FACTOR = 3, 4.0
-NAMES = {"mixtral": ("w1", "w3", "w2")}
+NAMES = {"mixtral": ("w1", "w3", "w2"), "gpt_oss": ("gate_up_proj", "down_proj")}
 WITH_ADAPTERS = [name for name in MIXTURES if FAMILIES[name].lora is Support.TESTED]
 USUAL = ("gate_proj", "up_proj", "down_proj")
 
@@ -74,6 +76,8 @@ def test_the_names_are_those_of_the_checkpoints_linear_layers(
     mixture = MIXTURES[family]
     in_experts = [name for name, part in some.module.named_parameters() if is_adapter(name) and part.ndim == 3]
     assert len(in_experts) == 2 * len(names) * mixture.num_sparse
+    # Biases of experts have none.
+    assert not any("bias" in name for name in in_experts)
     dense = [name for name, part in some.module.named_modules() if isinstance(part, LoRALinear)]
     # Three layers in each MLP of a dense layer, and in the shared experts.
     num_shared = mixture.num_sparse if family == "deepseek_v3" else 0
@@ -130,16 +134,15 @@ def test_what_is_sent_and_exported_is_the_base_plus_the_products(
     adapters = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     config = json.loads((tmp_path / "export" / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == sorted(names)
+    targets = sorted(names) if family != "gpt_oss" else []
+    parameters = [] if family != "gpt_oss" else ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert (config["target_modules"], config.get("target_parameters", [])) == (targets, parameters)
     changed = {name for name in base if not torch.equal(base[name], weights[name])}
-    of_adapters = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
-    assert changed == {f"{name}.weight" for name in of_adapters}
+    products = dict(products_of(adapters))
+    assert changed == products.keys()
     assert MIXTURES[family].of_hub in str(changed)
-    for name in changed:
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        down, up = (adapters[f"{layer}.lora_{part}.weight"] for part in "AB")
-        assert down.shape[0] == up.shape[1] == RANK
-        torch.testing.assert_close(weights[name], base[name] + FACTOR * up @ down, atol=1e-6, rtol=1e-6)
+    for name, product in products.items():
+        torch.testing.assert_close(weights[name], base[name] + FACTOR * product, atol=1e-6, rtol=1e-6)
     for name, tensor in weights.items():
         dtype = exported[name].dtype
         expected = round_stochastically(tensor, dtype) if name in changed else tensor.to(dtype)
@@ -153,7 +156,32 @@ def test_what_is_sent_and_exported_is_the_base_plus_the_products(
         assert torch.equal(in_blocks[name], tensor), name
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+def products_of(adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield B A by the name of its weight; of fused experts as peft's `ParamWrapper` has them, and transposed."""
+    for name, down in adapters.items():
+        layer, found, _ = name.removeprefix("base_model.model.").rpartition(".lora_A.weight")
+        if not found:
+            continue
+        up = adapters[name.replace(".lora_A.", ".lora_B.")]
+        if layer.endswith((".experts", ".experts.base_layer")):
+            assert down.shape[0] == up.shape[1] == RANK * NUM_EXPERTS
+            of_experts = up.reshape(len(up), RANK, NUM_EXPERTS), down.reshape(NUM_EXPERTS, RANK, -1)
+            parameter = "gate_up_proj" if layer.endswith(".base_layer") else "down_proj"
+            yield f"{layer.removesuffix('.base_layer')}.{parameter}", torch.einsum("ore,eri->eio", *of_experts)
+        else:
+            assert down.shape[0] == up.shape[1] == RANK
+            yield f"{layer}.weight", up @ down
+
+
+def test_one_fused_parameter_alone_is_not_wrapped_twice(parallel: ParallelMesh, tmp_path: Path) -> None:
+    policy = make_policy(parallel, save_tiny_experts(tmp_path, family="gpt_oss"), ["gate_up_proj"])
+    shapes = ShardedWeights(policy.module.language_model).adapter_shapes()
+    assert {name for name in shapes if ".layers.1." in name} == {
+        f"model.layers.1.mlp.experts.lora_{part}" for part in "AB"
+    }
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
 def test_transformers_computes_the_same_with_what_is_sent(
     parallel: ParallelMesh, family: str, number: int, tmp_path: Path
 ) -> None:
@@ -195,7 +223,7 @@ def test_operations_are_those_of_the_adapters_that_a_token_uses(parallel: Parall
 
 
 def test_the_table_of_families_says_that_these_are_tested() -> None:
-    assert {*WITH_ADAPTERS} == MIXTURES.keys() - {"gpt_oss"}
+    assert {*WITH_ADAPTERS} == MIXTURES.keys()
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """The experts of a mixture, gathered some at a time: a layer of DeepSeek-V3 has 22.5 GB of them in bfloat16.
 
-Called by `weights`, for large parameters and for those with adapters. A fused parameter [E, outputs, inputs] is divided
-by whole experts, whatever divides it: expert parallelism, FSDP, pipeline stages, copies of the model. So each rank
-first says which experts it has; then, for each block of experts, the first rank that has them merges their adapters,
-if there are any, and broadcasts them to all ranks. It needs no knowledge of the meshes.
+Called by `weights`, for large parameters and for those with adapters, if checkpoints have each expert by itself. A
+fused parameter [E, outputs, inputs] is divided by whole experts, whatever divides it: expert parallelism, FSDP,
+pipeline stages, copies of the model. So each rank first says which experts it has; then, for each block of experts, the
+first rank that has them merges their adapters, if there are any, and broadcasts them to all ranks. It needs no
+knowledge of the meshes.
 
 Refused: gathering one parameter of a layer at a time, because the larger one has two thirds of the layer.
 """

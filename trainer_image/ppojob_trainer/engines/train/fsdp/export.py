@@ -27,7 +27,7 @@ from ppojob_trainer.engines.errors import CheckpointUnwritableError
 from ppojob_trainer.engines.train.fsdp.background_saves import first_line
 from ppojob_trainer.engines.train.fsdp.checkpoint import refuse_existing
 from ppojob_trainer.engines.train.fsdp.export_files import ExportFiles, plan_files
-from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, write_adapters
+from ppojob_trainer.engines.train.fsdp.lora import ADAPTER_FOLDER, AdapterFiles, write_adapters
 from ppojob_trainer.engines.train.fsdp.stages import Stage
 from ppojob_trainer.engines.train.fsdp.weights import ShardedWeights
 from ppojob_trainer.engines.train.mesh import ParallelMesh
@@ -72,7 +72,8 @@ def export(
         shapes = weights.adapter_shapes()
         gathered = _checked(weights.gather_adapters(), shapes.values())
         if is_first and failed is None:
-            failed = _write_adapters(folder, shapes, gathered, lora, source)
+            files = AdapterFiles(lora, str(source), weights.adapted_parameters())
+            failed = _write_adapters(folder, shapes, gathered, files)
         # Collective: other ranks gather with the one that writes, which gathers what is left if its storage failed.
         deque(gathered, maxlen=0)
     failure = parallel.first_text("" if failed is None else f"rank {parallel.rank}: {first_line(failed)}")
@@ -96,11 +97,11 @@ def _write_weights(files: ExportFiles, weights: ShardedWeights) -> Exception | N
 
 
 def _write_adapters(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], gathered: Iterator[Tensor], lora: LoRA, source: Path
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], gathered: Iterator[Tensor], files: AdapterFiles
 ) -> OSError | None:
     """Write the adapters' folder; return why it could not be written. Tensors may be left in `gathered` then."""
     try:
-        write_adapters(folder / ADAPTER_FOLDER, shapes, gathered, lora, base=str(source))
+        write_adapters(folder / ADAPTER_FOLDER, shapes, gathered, files)
     except OSError as error:
         return error
     return None

@@ -7,11 +7,13 @@ as peft draws it. The adapters' folder is in peft's format.
 A layer is named by the last part of its name in HuggingFace checkpoints, for which the experts are linear layers too,
 though transformers fuses their weights: `gate_proj` names that projection of all experts, of shared experts and of
 dense layers. Lists of peft's `target_modules` have these names, and vLLM names adapters of experts as the folder does.
-Refused: the names of transformers' fused parameters, as in peft's `target_parameters`, because one adapter for gate and
-up is another model than one for each of them.
+Checkpoints of gpt-oss have fused experts, so there `gate_up_proj` has one adapter, as in peft's `target_parameters`.
+Refused: names of fused parameters that checkpoints do not have, because one adapter for gate and up is another model
+than one for each of them.
 
-    model.layers.0.self_attn.q_proj                  .lora_A, .lora_B      of a linear layer
-    model.layers.0.mlp.experts.adapters.gate_up_proj.gate_proj.lora_A      of a projection in a fused parameter
+    model.layers.0.self_attn.q_proj                  .lora_A, .lora_B           of a linear layer
+    model.layers.0.mlp.experts.adapters.gate_up_proj.gate_proj.lora_A           of a projection in a fused parameter
+    model.layers.0.mlp.experts.adapters.gate_up_proj.gate_up_proj.lora_A        of one that checkpoints have fused
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,8 @@ from ppojob_trainer.engines.train.fsdp.low_rank import LoRAExperts, LoRALinear, 
 from ppojob_trainer.maths.rounding import round_stochastically
 
 _A, _B, _WEIGHT = "lora_A", "lora_B", "weight"
+EXPERTS_NDIM: Final = 3
+"""Dimensions of a parameter of experts."""
 ADAPTER_FOLDER: Final = "adapter"
 
 
@@ -54,7 +59,7 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
     of_experts = {name for fused in experts.values() for projections in fused.values() for name in projections}
     known = {name.rpartition(".")[2] for name in linear} | of_experts
     targets = set(lora.target_modules) or known
-    _check_targets(language_model.config.model_type, lora, known, has_others=any(one.is_transposed for one in experts))
+    _check_targets(lora, known)
     for name, module in linear.items():
         if name.rpartition(".")[2] in targets:
             LoRALinear.of(module, lora)
@@ -62,32 +67,23 @@ def add_adapters(language_model: PreTrainedModel, layers: nn.Module, lora: LoRA)
         adapters = nn.ModuleDict()
         for parameter, projections in fused.items():
             if chosen := {name: rows for name, rows in projections.items() if name in targets}:
-                adapters[parameter] = LoRAExperts(owner.get_parameter(parameter), chosen, lora)
+                weight = owner.get_parameter(parameter)
+                adapters[parameter] = LoRAExperts(weight, chosen, lora, is_transposed=_is_transposed(owner))
         if adapters:
             owner.add_module(ADAPTERS, adapters)
 
 
-def _check_targets(family: str, lora: LoRA, known: set[str], *, has_others: bool) -> None:
-    """Check that the targets are layers that can have adapters.
-
-    Args:
-        known: the names of those layers.
-        has_others: the model has experts that cannot have adapters. Without targets, they would be left out in silence.
+def _check_targets(lora: LoRA, known: set[str]) -> None:
+    """Check that the targets are layers that can have adapters; `known` are the names of those.
 
     Raises:
         ModelUnsupportedError: names the layers that can have adapters.
     """
-    names = ", ".join(sorted(known))
     if unknown := set(lora.target_modules) - known:
-        remedy = "Name some of these" if has_others else "Name some of these, or remove the field for all of them"
+        names = ", ".join(sorted(known))
         raise ModelUnsupportedError(
             f"lora.targetModules {sorted(unknown)} are no linear layers of the decoder layers: there are {names}. "
-            f"{remedy}"
-        )
-    if has_others and not lora.target_modules:
-        raise ModelUnsupportedError(
-            f"lora without targetModules is for all linear layers, and experts of {family} cannot have adapters: set "
-            f"lora.targetModules to some of {names}"
+            "Name some of these, or remove the field for all of them"
         )
 
 
@@ -118,22 +114,39 @@ def _experts(
     for _, module in expert_modules(layers):
         fused: dict[str, dict[str, range]] = {}
         for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim != EXPERTS_NDIM:
+                # Biases have no adapters.
+                continue
             key = name, tuple(parameter.shape)
             if key not in known:
                 # All layers have the same ones.
                 written = written_of(language_model, f"{names[module]}.{name}", key[1])
-                known[key] = {
-                    _layer(one.name): range(one.first_row, one.first_row + one.shape[0])
-                    for one in written
-                    if one.expert == 0
-                }
+                known[key] = _projections(written, is_transposed=_is_transposed(module))
             fused[name] = known[key]
         yield module, fused
 
 
+def _projections(written: Sequence[Written], *, is_transposed: bool) -> dict[str, range]:
+    """Return the projections that a checkpoint has of a fused parameter, and which outputs of it they are."""
+    if is_fused(written):
+        (one,) = written
+        return {_layer(one.name): range(one.shape[2 if is_transposed else 1])}
+    return {_layer(one.name): range(one.first_row, one.first_row + one.shape[0]) for one in written if one.expert == 0}
+
+
+def is_fused(written: Sequence[Written]) -> bool:
+    """Whether checkpoints have the experts of a parameter in one tensor."""
+    return len(written) == 1 and written[0].expert is None and len(written[0].shape) == EXPERTS_NDIM
+
+
+def _is_transposed(experts: Any) -> bool:
+    """Whether the experts' weights are [E, inputs, outputs]."""
+    return bool(experts.is_transposed)
+
+
 def _layer(name: str) -> str:
-    """Return the last part of the name of a layer, from that of its weight."""
-    return name.rpartition(".")[0].rpartition(".")[2]
+    """Return the last part of the name of a layer, from that of its weight: a fused parameter is its own layer."""
+    return name.removesuffix(f".{_WEIGHT}").rpartition(".")[2]
 
 
 def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -200,44 +213,83 @@ def merged(
     return weight.to(dtype)
 
 
-def of_layers(name: str, whole: Tensor, written: Sequence[Written]) -> Iterator[tuple[str, Tensor]]:
+def of_layers(
+    name: str, whole: Tensor, written: Sequence[Written], adapted: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter's matrix of each linear layer of a checkpoint that has one, with its name.
+
+    That of a fused parameter is in the form of peft's `ParamWrapper`: A [E * rank, inputs] and B [outputs, rank * E],
+    whose columns are those of all experts for a rank, and then for the next one.
 
     Args:
         name, whole: of the parameter in the model.
         written: the tensors that a checkpoint has of the weight to which it belongs.
+        adapted: names of all weights with adapters, in the order of the model.
     """
     *_, projection, last = name.split(".")
+    if is_fused(written):
+        flat = whole.flatten(0, 1) if last == _A else whole.permute(1, 2, 0).flatten(1)
+        yield f"{_wrapper(written[0].name, weight_of(name), adapted)}.{last}", flat
+        return
     for one in written:
         if _layer(one.name) == projection:
             yield f"{one.name.rpartition('.')[0]}.{last}", whole if one.expert is None else whole[one.expert]
 
 
+def _wrapper(written: str, weight: str, adapted: Sequence[str]) -> str:
+    """Return the name of the module that peft wraps around that of a fused parameter; the last one's is outermost.
+
+    Args:
+        written, weight: the parameter's names in a checkpoint and in the model.
+    """
+    wrapped = [one for one in adapted if one.rpartition(".")[0] == weight.rpartition(".")[0]]
+    return ".".join([written.rpartition(".")[0], *["base_layer"] * (len(wrapped) - 1 - wrapped.index(weight))])
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What an adapters' folder says of itself.
+
+    base: path of the model that the adapters belong to. parameters: names in checkpoints of the fused parameters that
+    have adapters.
+    """
+
+    lora: LoRA
+    base: str
+    parameters: Sequence[str] = ()
+
+    def config(self, names: Iterable[str]) -> dict[str, object]:
+        """Return peft's configuration; `names`: of the tensors."""
+        modules = tuple({f"{one.rpartition('.')[0]}." for one in self.parameters})
+        config: dict[str, object] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({name.split(".")[-2] for name in names if not name.startswith(modules)}),
+            "inference_mode": True,
+        }
+        if self.parameters:
+            # The same in all layers: mlp.experts.down_proj.
+            config["target_parameters"] = sorted({".".join(one.split(".")[-3:]) for one in self.parameters})
+        return config
+
+
 def write_adapters(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[Tensor], lora: LoRA, base: str
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[Tensor], files: AdapterFiles
 ) -> None:
     """Write adapters as peft's PeftModel.from_pretrained reads them: in one file, a tensor at a time.
 
     Args:
         shapes: of all tensors, by the names of `of_layers`.
         tensors: in the same order and in float32; each is on the host only while it is written.
-        base: path of the model that they belong to.
 
     Raises:
         OSError: the storage refused a write.
     """
-    targets = sorted({name.split(".")[-2] for name in shapes})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": targets,
-        "inference_mode": True,
-    }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "adapter_model.safetensors"
     with file.open("wb") as stream:
@@ -246,7 +298,7 @@ def write_adapters(
             # A copy also of a tensor on the host, because the offloader could not release memory that NumPy knows.
             stream.write(tensor.contiguous().to("cpu", copy=True).numpy().data)
     durable.sync(file)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "adapter_config.json").write_text(json.dumps(files.config(shapes), indent=1))
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:

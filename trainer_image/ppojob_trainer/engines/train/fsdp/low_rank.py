@@ -15,8 +15,9 @@ layer in one message (`tensor_parallel`):
     W divided by inputs     A divided by inputs, B whole     gradient of B: each rank's inputs give a part
 
 Of experts, A is [E, rank, inputs] and B [E, outputs, rank], and whatever divides the experts divides both by experts.
-transformers fuses projections with the same inputs in one parameter, and their adapters are computed together: two
-grouped products over the rows that are sorted already. Here of gate and up, with a rank of 3:
+That is so also where the experts' weight is [E, inputs, outputs], as in gpt-oss. transformers fuses projections with
+the same inputs in one parameter, and their adapters are computed together: two grouped products over the rows that are
+sorted already. Here of gate and up, with a rank of 3:
 
     rows [S, D]  ─ A of gate, 0, A of up, 0 ─▶  [S, 8 + 8]  ─ B of gate, 0, 0, 0 ─▶  [S, 2 I]
                                                               0, 0, B of up, 0
@@ -91,34 +92,37 @@ class LoRALinear(nn.Linear):
 class ExpertProjection(nn.Module):
     """The matrices of one projection of all experts of a layer. It is not called: `LoRAExperts` computes with them."""
 
-    def __init__(self, weight: Tensor, rows: range, lora: LoRA) -> None:
+    def __init__(self, weight: Tensor, num_inputs: int, rows: range, lora: LoRA) -> None:
         """Create them, not filled yet.
 
         Args:
-            weight: the fused parameter [E, O, D]; rows: its outputs that are this projection's.
+            weight: the fused parameter, of E experts; rows: its outputs that are this projection's.
         """
         super().__init__()
-        num_experts, _, num_inputs = weight.shape
+        num_experts = len(weight)
         self.rows = rows
         self.lora_A = _empty(weight, (num_experts, lora.rank, num_inputs), divided_dim=0)
         self.lora_B = _empty(weight, (num_experts, len(rows), lora.rank), divided_dim=0)
 
 
 class LoRAExperts(nn.Module):
-    """The adapters of a fused parameter of experts [E, O, D]: one for each projection in it, or for some of them."""
+    """The adapters of a fused parameter of experts: one for each projection in it, or for some of them."""
 
-    def __init__(self, weight: Tensor, projections: Mapping[str, range], lora: LoRA) -> None:
+    def __init__(
+        self, weight: Tensor, projections: Mapping[str, range], lora: LoRA, *, is_transposed: bool = False
+    ) -> None:
         """Create adapters that are not filled yet.
 
         Args:
+            weight: [E, O, D], or [E, D, O] if it is transposed.
             projections: by their names in checkpoints; which outputs of the parameter they are.
         """
         super().__init__()
-        _, num_outputs, num_inputs = weight.shape
-        self.factor, self.is_on = lora.alpha / lora.rank, True
+        num_outputs, num_inputs = weight.shape[:0:-1] if is_transposed else weight.shape[1:]
+        self.factor, self.is_on, self.is_transposed = lora.alpha / lora.rank, True, is_transposed
         width, up, down = -(-lora.rank // ALIGNED) * ALIGNED, [], []
         for number, (name, rows) in enumerate(projections.items()):
-            self.add_module(name, ExpertProjection(weight, rows, lora))
+            self.add_module(name, ExpertProjection(weight, num_inputs, rows, lora))
             ranks = slice(number * width, number * width + lora.rank)
             down.append((ranks, slice(num_inputs)))
             up.append((slice(rows.start, rows.stop), ranks))
@@ -147,15 +151,21 @@ class LoRAExperts(nn.Module):
             weight: of some experts; whole: returns these experts' part of an adapter's parameter.
         """
         merged = weight.to(dtype, copy=True)
+        num_inputs = weight.shape[1 if self.is_transposed else 2]
         for projection in self._projections():
             down, up = whole(projection.lora_A.detach()), whole(projection.lora_B.detach())
             rows = slice(projection.rows.start, projection.rows.stop)
+            if self.is_transposed:
+                # (W + B A)^T = W^T + A^T B^T
+                place, down, up = (slice(None), rows), up.mT, down.mT
+            else:
+                place = (rows, slice(None))
             # A few at a time: a layer's experts in float32 take twice the memory of the layer.
-            number = max(1, _MERGED_NUMBERS // (len(projection.rows) * weight.shape[2]))
+            number = max(1, _MERGED_NUMBERS // (len(projection.rows) * num_inputs))
             for first in range(0, len(weight), number):
                 some = range(first, min(first + number, len(weight)))
-                exact = [merge(weight[one, rows], down[one], up[one], self.factor) for one in some]
-                merged[some.start : some.stop, rows] = round_stochastically(torch.stack(exact), dtype)
+                exact = [merge(weight[one][place], down[one], up[one], self.factor) for one in some]
+                merged[(slice(some.start, some.stop), *place)] = round_stochastically(torch.stack(exact), dtype)
         return merged
 
     def _projections(self) -> Iterator[ExpertProjection]:

@@ -7,8 +7,8 @@ those that it travels with in a forward pass: a message for each of its paramete
 pipeline, each rank gathers its layers when it is their turn, and broadcasts them to the other ranks in one message a
 layer: all ranks go through the whole model in the same order, so every rank may be a sender. Adapters are merged into
 the weights that they belong to, in float32, so the rollout engine knows nothing of them; those of experts by the ranks
-that have these experts (`expert_blocks`). All other tensors of such a model are frozen, but for those that vLLM may
-fuse with an adapted one (`_frozen`).
+that have these experts (`expert_blocks`, or `_whole` where checkpoints have all experts in one tensor). All other
+tensors of such a model are frozen, but for those that vLLM may fuse with an adapted one (`_frozen`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from ppojob_trainer.engines.train.dims import SHARD
 from ppojob_trainer.engines.train.fsdp.checkpoint_tensors import Written, written_of
 from ppojob_trainer.engines.train.fsdp.expert_blocks import ExpertBlocks, in_blocks, is_large, rows_of
-from ppojob_trainer.engines.train.fsdp.lora import is_adapter, merged, of_layers, weight_of
+from ppojob_trainer.engines.train.fsdp.lora import EXPERTS_NDIM, is_adapter, is_fused, merged, of_layers, weight_of
 from ppojob_trainer.engines.train.fsdp.stages import Part, Stage, stored_tensors
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local, whole_of
 from ppojob_trainer.engines.weights.buckets import TensorSpec
@@ -102,9 +102,9 @@ class ShardedWeights:
         return frozenset(part.name for part, ones in self._written if self._is_in_blocks(part, ones))
 
     def _is_in_blocks(self, part: Part, written: Sequence[Written]) -> bool:
-        """Whether a parameter is gathered in blocks: experts that are large, and experts with adapters.
+        """Whether a parameter is gathered in blocks: experts that are large or have adapters.
 
-        In blocks, each rank merges adapters into its own experts alone.
+        Checkpoints have each of these experts by itself.
         """
         is_of_experts = all(one.expert is not None for one in written)
         return is_of_experts and (part.name in self._adapted or is_large(written, self._dtype))
@@ -178,9 +178,13 @@ class ShardedWeights:
         meta = ((part.name, torch.empty(part.shape, device="meta")) for part in self._adapters)
         return {name: tuple(tensor.shape) for name, tensor in self._of_layers(meta)}
 
+    def adapted_parameters(self) -> list[str]:
+        """Return the names of the fused parameters with adapters that are one tensor in a checkpoint, too."""
+        return [ones[0].name for part, ones in self._written if part.name in self._adapted and is_fused(ones)]
+
     @torch.no_grad()
     def gather_adapters(self) -> Iterator[Tensor]:
-        """Yield the adapters' matrices, whole, in float32, those of each expert as of a linear layer. Collective.
+        """Yield the adapters' matrices, whole, in float32, in the form of `lora.of_layers`. Collective.
 
         They are on the device.
         """
@@ -197,8 +201,9 @@ class ShardedWeights:
     def _of_layers(self, adapters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrices of the layers in a checkpoint, from the adapters' parameters with their names."""
         written = {part.name: ones for part, ones in self._written}
+        adapted = [name for name in written if name in self._adapted]
         for name, tensor in adapters:
-            yield from of_layers(name, tensor, written[weight_of(name)])
+            yield from of_layers(name, tensor, written[weight_of(name)], adapted)
 
     @cached_property
     def _adapters(self) -> list[Part]:
@@ -230,7 +235,16 @@ class ShardedWeights:
         parameter = self._language_model.get_parameter(name).detach()
         if name not in self._adapted:
             return whole_of(parameter.to(self._dtype), shard)
-        return merged(self._language_model, name, _full(parameter), self._dtype, _full)
+        if parameter.ndim < EXPERTS_NDIM:
+            return merged(self._language_model, name, _full(parameter), self._dtype, _full)
+        # Each rank merges the adapters of its own experts.
+        own = self._experts(name, parameter, *rows_of(parameter))
+        if not isinstance(parameter, DTensor):
+            return own
+        place = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(
+            own, *place, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        ).full_tensor()
 
     def _experts(self, name: str, parameter: Tensor, first: int, number: int) -> Tensor:
         """Return some of the experts that this rank has of a parameter, in the dtype of the push."""
