@@ -97,7 +97,7 @@ def compare(plans: Mapping[str, Plan]) -> list[Compared]:
 
 def _others(name: str, timed: Mapping[str, TimedRun]) -> list[TimedRun]:
     """Return the runs from which a run's seconds are predicted."""
-    return [one for other, one in timed.items() if other != name and one.seconds]
+    return [one for other, one in timed.items() if other != name and one.seconds and _run(other).predicts]
 
 
 def _memory(run: MeasuredRun, plan: Plan) -> Iterator[Compared]:
@@ -133,12 +133,13 @@ def _workload(run: MeasuredRun, plan: Plan) -> Workload:
 def stored() -> tuple[list[Compared], list[TimedRun]]:
     """Return the stored comparisons, and the timed runs for predictions."""
     content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    timed = [_timed(_run(name), Workload(**one)) for name, one in content["workloads"].items()]
+    runs = [(_run(name), Workload(**one)) for name, one in content["workloads"].items()]
+    timed = [_timed(run, workload) for run, workload in runs if run.predicts]
     return [Compared(**one) for one in content["compared"]], timed
 
 
 def timed_runs() -> list[TimedRun]:
-    """Return the runs whose phases were measured."""
+    """Return the runs whose phases were measured, and from which those of other jobs are predicted."""
     return stored()[1]
 
 

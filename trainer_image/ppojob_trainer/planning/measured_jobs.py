@@ -15,7 +15,8 @@ PHASES: Final = ("gen", "old_log_prob", "values", "ref", "update_critic", "updat
 class MeasuredRun:
     """One run. spec: its job. sizes: of the model's configuration, where they are not those of the known model. gpu:
     its kind of GPU. sends_all: measured before pushes with adapters sent only what training changes.
-    waits_for_moments: measured before offloaded moments arrived beside the first passes of an update.
+    waits_for_moments: measured before offloaded moments arrived beside the first passes of an update. predicts: whether
+    the seconds of other jobs are predicted from it; not if the plan does not know all that its layers compute.
 
     pools, roles: peak memory of a GPU of the pool (NVML, all processes), and of a role's process (torch), in GB (1e9).
     phases, step: in seconds.
@@ -31,6 +32,7 @@ class MeasuredRun:
     step: float | None = None
     sends_all: bool = False
     waits_for_moments: bool = False
+    predicts: bool = True
 
 
 def workload_job(
@@ -153,10 +155,12 @@ def long_job(num_gpus: int, **actor: Any) -> dict[str, Any]:
 EXPERTS: Final = "30B-A3B, one pool of two GPUs, experts divided, LoRA"
 
 
-def mixture_job(tokens: int, model: Mapping[str, Any], **rollout: Any) -> dict[str, Any]:
-    """Return a job of a mixture of 30 B parameters in one pool of two GPUs, with adapters on the attention."""
+def mixture_job(
+    tokens: int, model: Mapping[str, Any], shape: str = "Qwen/Qwen3-30B-A3B", **rollout: Any
+) -> dict[str, Any]:
+    """Return a job of a mixture in one pool of two GPUs, which divide its experts, with adapters on the attention."""
     return workload_job(
-        "Qwen/Qwen3-30B-A3B",
+        shape,
         {"all": 2},
         CHECKPOINTING | {"lora": {"rank": 16, "targetModules": ["q_proj", "k_proj", "v_proj", "o_proj"]}} | dict(model),
         tokens,

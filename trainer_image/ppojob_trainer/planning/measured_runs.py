@@ -263,6 +263,18 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         phases={"gen": 22.71, "old_log_prob": 2.90, "ref": 2.72, "update_actor": 8.22},
         step=38.1,
     ),
+    # Medians of steps 1 to 3; without the phase of pushes, of which the first one sent all weights. The plan knows no
+    # biases of experts, no clamped gates and no sinks.
+    MeasuredRun(
+        "20B-A3.6B (gpt-oss), one pool of two GPUs, experts divided, LoRA, compiled, routing replay",
+        mixture_job(32_768, COMPILED, "unsloth/gpt-oss-20b-BF16", routingReplay=True),
+        sizes={"vocab_size": 151_936},
+        pools={"all": 117.5},
+        roles={"actor": 43.5},
+        phases={"gen": 20.9, "old_log_prob": 3.16, "ref": 3.04, "update_actor": 10.51},
+        step=38.3,
+        predicts=False,
+    ),
     MeasuredRun(
         "7B-A1B, one pool of two GPUs, compiled",
         workload_job(

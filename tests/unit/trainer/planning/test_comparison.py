@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,25 @@ def test_every_measured_number_is_compared() -> None:
     measured += [run.step for run in RUNS if run.step is not None]
     compared, timed = stored()
     assert sorted(one.measured for one in compared) == sorted(measured)
-    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases]
+    assert [run.seconds for run in timed] == [run.phases for run in RUNS if run.phases and run.predicts]
 
 
 def test_no_run_predicts_its_own_seconds() -> None:
-    timed = dict(zip([run.name for run in RUNS if run.phases], timed_runs(), strict=True))
+    predicting = [run.name for run in RUNS if run.phases and run.predicts]
+    timed = dict(zip(predicting, timed_runs(), strict=True))
     for name, run in timed.items():
         others = comparison._others(name, timed)
         assert len(others) == len(timed) - 1
         assert not any(one is run for one in others)
+
+
+def test_what_the_plan_does_not_know_predicts_nothing_else() -> None:
+    (gpt_oss,) = (run for run in RUNS if not run.predicts)
+    assert "gpt-oss" in gpt_oss.name
+    timed = {run.name: replace(timed_runs()[0], seconds=run.phases) for run in RUNS if run.phases}
+    others = comparison._others("7B-A1B, one pool of two GPUs, compiled", timed)
+    assert gpt_oss.phases not in [one.seconds for one in others]
+    assert len(others) == len(timed) - 2
 
 
 @pytest.mark.parametrize(
