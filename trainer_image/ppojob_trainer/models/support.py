@@ -68,7 +68,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": Family(
         "sliding windows, YaRN; checkpoints in bfloat16 alone",
         push=Support.TESTED,
-        tensor_parallel=Support.REFUSED,
+        tensor_parallel=Support.NOT_EXPERTS,
     ),
     "mixtral": Family(
         "with and without sliding window",

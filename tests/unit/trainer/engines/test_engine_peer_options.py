@@ -55,7 +55,7 @@ class Layout:
         return {"lora": self.lora}
 
 
-OF_EXPERTS = {"experts", "two experts", "starved", "mixtral", "deepseek"}
+OF_EXPERTS = {"experts", "two experts", "starved", "mixtral", "deepseek", "gpt_oss"}
 LAYOUTS = {
     "tensor 2 of gemma2": Layout(ParallelDims(tensor=2), "gemma2"),
     "tensor 2 of qwen3, all offloaded": Layout(
@@ -219,8 +219,7 @@ def all_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         "deep experts": saved(tiny_experts(num_hidden_layers=5), folder / "deep experts"),
         "starved": save_starved_experts(folder / "starved"),
         "deepseek": save_tiny_experts(folder / "deepseek", family="deepseek_v3"),
-        "mixtral": save_tiny_experts(folder / "mixtral", family="mixtral"),
-        "gpt oss": save_tiny_experts(folder / "gpt oss", family="gpt_oss"),
+        **{family: save_tiny_experts(folder / family, family=family) for family in ("mixtral", "gpt_oss")},
         "two experts": saved(tiny_experts(num_experts=2), folder / "two"),
     }
 

@@ -63,6 +63,14 @@ LONG = {
         ParallelDims(tensor=2, expert=2), "mixtral", options={"compile": True}
     ),
     "tensor 2": Layout(ParallelDims(tensor=2), "experts", None),
+    # With biases and sinks.
+    "tensor 2 of gpt oss": Layout(ParallelDims(tensor=2), "gpt_oss", None),
+    "tensor 2 of gpt oss, adapters": Layout(ParallelDims(tensor=2), "gpt_oss"),
+    "tensor 2 of gpt oss, adapters on the attention, compiled": Layout(
+        ParallelDims(tensor=2), "gpt_oss", OF_ATTENTION, {"compile": True}
+    ),
+    "tensor 2 x pipeline 2, expert 2 of gpt oss": Layout(ParallelDims(tensor=2, pipeline=2, expert=2), "gpt_oss", None),
+    "shard 2 x tensor 2, expert 2 of gpt oss": Layout(ParallelDims(shard=2, tensor=2, expert=2), "gpt_oss", None),
     "shard 2 x tensor 2, expert 2": Layout(ParallelDims(shard=2, tensor=2, expert=2), "experts", None),
     "tensor 2, adapters, gathered": Layout(
         ParallelDims(tensor=2), "experts", OF_ATTENTION, {"stays_gathered": True, "gradient_checkpointing": False}

@@ -54,13 +54,13 @@ LONG = {
     "expert 2 x replicate 2 of mixtral": Layout(ParallelDims(replicate=2, shard=2, expert=2), "mixtral"),
     # Its experts have transposed weights and biases, and are fused in checkpoints, too.
     "shard 2 of gpt oss, all offloaded": Layout(
-        ParallelDims(shard=2), "gpt oss", options={"offload": BOTH, "activation_offload": True}
+        ParallelDims(shard=2), "gpt_oss", options={"offload": BOTH, "activation_offload": True}
     ),
     # Of six experts, the last rank has none.
-    "shard 4 of gpt oss": Layout(ParallelDims(shard=4), "gpt oss"),
-    "expert 2 of gpt oss": Layout(ParallelDims(shard=2, expert=2), "gpt oss"),
-    "expert 2 of 4 ranks of gpt oss": Layout(ParallelDims(shard=4, expert=2), "gpt oss"),
-    "pipeline 2 x expert 2 of gpt oss": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "gpt oss"),
+    "shard 4 of gpt oss": Layout(ParallelDims(shard=4), "gpt_oss"),
+    "expert 2 of gpt oss": Layout(ParallelDims(shard=2, expert=2), "gpt_oss"),
+    "expert 2 of 4 ranks of gpt oss": Layout(ParallelDims(shard=4, expert=2), "gpt_oss"),
+    "pipeline 2 x expert 2 of gpt oss": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "gpt_oss"),
     "pipeline 2 x expert 2": Layout(ParallelDims(shard=2, pipeline=2, expert=2), "experts"),
     "pipeline 2 of two stages each, gathered": Layout(
         ParallelDims(shard=2, pipeline=2, virtual=2), "deep experts", options={"stays_gathered": True}

@@ -1,7 +1,8 @@
-"""Divides every decoder layer over the ranks of a tensor-parallel group, by transformers' plan for the model's family.
+"""Divides every decoder layer over the ranks of a tensor-parallel group, by a plan for the model's family.
 
     q, k, v, gate, up     by their outputs: a rank computes its heads and its part of the hidden layer
     o, down               by their inputs: the ranks' results are summed
+    sinks of attention    by the heads that a rank computes
     router                whole on each rank, which computes a slice of the tokens (`token_slices`)
     fused experts         not divided here (`experts`)
     everything else       whole on each rank: embeddings, norms, output layer, value head
@@ -45,11 +46,13 @@ class _Style:
     """How a module is divided.
 
     dim: the dimension of its weight that is divided; None: the module is whole on each rank. parts: each rank computes
-    a part of the gradient of a whole parameter of this module or its adapter; their sum is the gradient.
+    a part of the gradient of a whole parameter of this module or its adapter; their sum is the gradient. of_heads: its
+    own parameters have a number for each head.
     """
 
     dim: int | None = None
     parts: bool = False
+    of_heads: bool = False
 
     @property
     def by_outputs(self) -> bool:
@@ -63,6 +66,8 @@ class _Style:
 
     def placement(self, parameter: Tensor) -> Shard | Replicate:
         """Return how a parameter of the module is divided: a bias like the outputs."""
+        if self.of_heads:
+            return Shard(0)
         return Replicate() if self.dim is None or self.dim >= parameter.dim() else Shard(self.dim)
 
     def sums_gradient(self, name: str, parameter: Tensor) -> bool:
@@ -73,9 +78,18 @@ class _Style:
 
 _WHOLE: Final = _Style()
 _IN_PARTS: Final = "replicated_with_grad_allreduce"
-_SLICED: Final = frozenset({"mixtral", "qwen3_moe"})
-"""Mixtures whose blocks have a router and fused experts alone, and so can compute a slice of the tokens."""
-_ROUTER: Final = "layers.*.mlp.gate"
+_HEADS: Final = "heads"
+_SLICED: Final = {"mixtral": "layers.*.mlp.gate", "qwen3_moe": "layers.*.mlp.gate", "gpt_oss": "layers.*.mlp.router"}
+"""Routers of mixtures whose blocks have a router and fused experts alone, and so can compute a slice of the tokens."""
+_PLANS: Final[dict[str, dict[str, str]]] = {
+    "gpt_oss": {
+        **{f"layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.self_attn.o_proj": "rowwise",
+        # Its sinks.
+        "layers.*.self_attn": _HEADS,
+    }
+}
+"""Of families for which transformers has none."""
 _STYLE: Final = "tensor_parallel_style"
 """Name of a divided module's attribute with its `_Style`."""
 _STYLES: Final[dict[str, _Style]] = {
@@ -83,6 +97,7 @@ _STYLES: Final[dict[str, _Style]] = {
     "rowwise": _Style(dim=1, parts=True),
     # Norms of single heads, of which each rank has some.
     _IN_PARTS: _Style(parts=True),
+    _HEADS: _Style(of_heads=True),
 }
 KNOWN_STYLES: Final = frozenset(_STYLES)
 
@@ -121,12 +136,13 @@ def divide(module: nn.Module, language_model: PreTrainedModel, backbone: nn.Modu
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
-    """Return transformers' plan for the layers of this family; empty if it has none."""
+    """Return the plan for the layers of this family, transformers' if it has one; empty if there is none."""
+    family = config.model_type
     # The plan of the class: an instance adds its embedding, which is whole on each rank here.
-    plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or {}
-    if config.model_type not in _SLICED:
+    plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or _PLANS.get(family, {})
+    if family not in _SLICED:
         return plan
-    return {name: style for name, style in plan.items() if ".experts" not in name} | {_ROUTER: _IN_PARTS}
+    return {name: style for name, style in plan.items() if ".experts" not in name} | {_SLICED[family]: _IN_PARTS}
 
 
 def divide_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[Tensor], Placement]) -> None:
@@ -229,13 +245,12 @@ def _sum_gradient_of_input(block: nn.Module, group: dist.ProcessGroup) -> None:
     block: attention or MLP.
     """
     name = list(inspect.signature(type(block).forward).parameters)[1]
+    # The block itself may be divided.
+    compute: Callable[..., Any] = block.forward if _STYLE in vars(block) else MethodType(type(block).forward, block)
 
-    def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        if name in options:
-            options[name] = _equal_on_all(options[name], group)
-        else:
-            inputs = (_equal_on_all(inputs[0], group), *inputs[1:])
-        return type(self).forward(self, *inputs, **options)
+    def forward(_: nn.Module, *inputs: Any, **options: Any) -> Any:
+        first, *others = (options.pop(name),) if name in options else inputs
+        return compute(_equal_on_all(first, group), *others, **options)
 
     block.forward = MethodType(forward, block)
 

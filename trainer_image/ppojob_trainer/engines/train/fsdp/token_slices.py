@@ -56,14 +56,18 @@ class TokenSlices:
         return sum_of_parts(values, self.group)
 
     def apply(self, block: nn.Module) -> None:
-        """Let a block, which maps hidden states [..., D] of single tokens, compute its slice of them."""
+        """Let a block, which maps hidden states [..., D] of single tokens, compute its slice of them.
 
-        def forward(module: nn.Module, hidden: Tensor) -> Tensor:
+        What it returns besides, as in gpt-oss, stays that of the slice: no layer reads it.
+        """
+
+        def forward(module: nn.Module, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
             rows_TD = hidden.flatten(0, -2)
             own_tD: Tensor = _Slice.apply(rows_TD, self)  # type: ignore[no-untyped-call]
-            computed_tD = type(module).forward(module, own_tD.unsqueeze(0)).squeeze(0)
-            whole: Tensor = _Whole.apply(computed_tD, self, len(rows_TD))  # type: ignore[no-untyped-call]
-            return whole.view_as(hidden)
+            found = type(module).forward(module, own_tD.unsqueeze(0))
+            computed, *others = found if isinstance(found, tuple) else (found,)
+            whole: Tensor = _Whole.apply(computed.squeeze(0), self, len(rows_TD))  # type: ignore[no-untyped-call]
+            return (whole.view_as(hidden), *others) if others else whole.view_as(hidden)
 
         block.forward = MethodType(forward, block)
 

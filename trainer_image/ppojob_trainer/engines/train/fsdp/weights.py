@@ -237,7 +237,7 @@ class ShardedWeights:
             return whole_of(parameter.to(self._dtype), shard)
         if parameter.ndim < EXPERTS_NDIM:
             return merged(self._language_model, name, _full(parameter), self._dtype, _full)
-        # Each rank merges the adapters of its own experts.
+        # Each rank merges the adapters of the experts that it has.
         own = self._experts(name, parameter, *rows_of(parameter))
         if not isinstance(parameter, DTensor):
             return own
