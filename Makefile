@@ -147,7 +147,7 @@ NUMERICS_MARKS ?= not long
 NUMERIC_TESTS := $(addprefix tests/unit/trainer/,maths engines worker_groups/test_advantages_over_ranks.py) tests/oracles
 .PHONY: numerics
 # Each set has a cache: Inductor would compile code of another set from it.
-numerics: install ## Run the tests that compare floats with each instruction set of this processor (hours; minutes with NUMERICS_MARKS="not slow and not long").
+numerics: install ## Run the tests that compare floats with each instruction set of this processor (an hour; less with NUMERICS_MARKS="not slow and not long").
 	failed=; for set in $(NUMERICS); do \
 	  grep -qi avx512f /proc/cpuinfo || [[ $$set != *512* ]] || continue; \
 	  echo "MKL_CBWR=$${set%/*} ATEN_CPU_CAPABILITY=$${set#*/}"; \
