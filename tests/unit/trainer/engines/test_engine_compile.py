@@ -15,6 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
@@ -22,7 +26,7 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.batch import Segments
 from ppojob_trainer.engines.train.fsdp import attention
-from ppojob_trainer.engines.train.fsdp.layers import COMPILER
+from ppojob_trainer.engines.train.fsdp.layers import COMPILER, prepare_layer
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import gradient_ranks, test_engine_families
 from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
@@ -169,3 +173,32 @@ def test_a_warm_up_compiles_what_recorded_experts_need(
 
     assert counters["stats"]["unique_graphs"] == compiled
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, (8,), self.weight)
+
+
+def test_sums_are_fused_for_any_number_of_tokens_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor reads it where it makes a pass's kernels. On GPUs, the default compiles the first update again."""
+    found: list[tuple[bool, bool]] = []
+    compile_graph = GraphLowering.compile_to_module
+
+    def noted(self: GraphLowering) -> Any:
+        found.append((self.is_backward, config.triton.mix_order_reduction_non_strict_mode))
+        return compile_graph(self)
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
+    torch.compiler.reset()
+    layer = _Layer()
+    prepare_layer(layer, recomputes=False, compiles=True, gathers_experts=False)
+
+    with fresh_cache():
+        layer(torch.randn(4, 8)).sum().backward()
+
+    assert found == [(False, True), (True, True)]
