@@ -41,6 +41,12 @@ def adapted(rank: int, sizes: tuple[int, int], targets: list[str], family: str =
     return found.bfloat16().cuda()
 
 
+def results(module: nn.Module, given: list[Tensor], chosen: Tensor, outer: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of `given`: hidden states, weights, and what is trained."""
+    output = experts.count_and_multiply(module, given[0], chosen, given[1])
+    return [output, *torch.autograd.grad(output, given, outer)]
+
+
 @pytest.mark.parametrize("targets", [TARGETS, ["up_proj"], ["down_proj"]], ids=str)
 @pytest.mark.parametrize("sizes", [(64, 48), (256, 768)])
 @pytest.mark.parametrize("rank", [1, 12, 16])
@@ -54,8 +60,7 @@ def test_they_are_those_in_float64_and_the_same_each_time(
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     given = [hidden, weights, *trained.values()]
 
-    output = experts.count_and_multiply(module, hidden, chosen, weights)
-    found = [output, *torch.autograd.grad(output, given, outer)]
+    found = results(module, given, chosen, outer)
 
     exact_given = [one.detach().double().requires_grad_() for one in given]
     parts = dict(zip(trained, exact_given[2:], strict=True))
@@ -63,8 +68,7 @@ def test_they_are_those_in_float64_and_the_same_each_time(
     gradients = torch.autograd.grad(expected, exact_given, outer.double())
     for name, ours, exact in zip(["output", "hidden", "weights", *trained], found, [expected, *gradients], strict=True):
         assert distance(ours, exact) < 3 * ROUNDING[torch.bfloat16], name
-    again = experts.count_and_multiply(module, hidden, chosen, weights)
-    for first, second in zip(found, [again, *torch.autograd.grad(again, given, outer)], strict=True):
+    for first, second in zip(found, results(module, given, chosen, outer), strict=True):
         assert torch.equal(first, second)
 
 
@@ -80,8 +84,7 @@ def test_those_of_gpt_oss_are_transformers_experts_in_float64(rank: int, sizes: 
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     given = [hidden, weights, *trained.values()]
 
-    output = experts.count_and_multiply(module, hidden, chosen, weights)
-    found = [output, *torch.autograd.grad(output, given, outer)]
+    found = results(module, given, chosen, outer)
 
     module.double().config._experts_implementation = "eager"  # type: ignore[union-attr]
     exact_given = [one.detach().double().requires_grad_() for one in given[:2]]

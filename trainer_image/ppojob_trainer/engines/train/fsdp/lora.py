@@ -101,7 +101,7 @@ def count_parameters(language_model: PreTrainedModel, lora: LoRA) -> tuple[int, 
         return 0, 0
     add_adapters(language_model, layers, lora)
     found = [parameter for name, parameter in layers.named_parameters() if is_adapter(name)]
-    of_experts = (parameter.numel() for parameter in found if parameter.ndim == 3)
+    of_experts = (parameter.numel() for parameter in found if parameter.ndim == EXPERTS_NDIM)
     return sum(parameter.numel() for parameter in found), sum(of_experts)
 
 
