@@ -6,15 +6,21 @@ The trainer computes with the experts that it chooses, and with those that the e
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
 from ppojob_api.v1alpha1.model import ActorModel
 from ppojob_api.v1alpha1.training import ActorSpec
+from ppojob_trainer.engines.train.fsdp import model
+from ppojob_trainer.engines.train.fsdp.layers import prepare_layer
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.gpu.one_gpu import difference_from_transformers, make_batch, rounding_of_transformers
 from tests.integration.trainer.separate_process import seen_by
@@ -69,6 +75,40 @@ def test_a_mixture_trains_with_transformers_log_probs(parallel: ParallelMesh, mo
     metrics = engine.update(batch.with_fields(engine.forward(batch).columns))
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/expert_imbalance/mean"] >= 1
+
+
+def test_passes_with_and_without_gradients_compute_the_same_bits(
+    parallel: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled as on ranks that divide the experts, with a hidden size for whose sums Inductor has two kernels."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    measured: list[str] = []
+    benchmark = CachingAutotuner.benchmark_all_configs
+
+    def noted(self: Any, *given: Any, **options: Any) -> Any:
+        measured.append(self.fn.__name__)
+        return benchmark(self, *given, **options)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", noted)
+    monkeypatch.setattr(model, "prepare_layer", partial(_prepared_in_parts, prepare_layer))
+    settings = EXPERTS | FAMILIES["gpt_oss"] | SHAPE | ON_GPUS["gpt_oss"] | {"hidden_size": 2880}
+    actor = ActorModel(path=str(write_tiny_model(tmp_path / "model", "gpt_oss", **settings)), compile=True)
+    torch.compiler.reset()
+    with fresh_cache():
+        training = ActorSpec(learning_rate=1e-30, max_tokens_per_gpu=4096)
+        engine = policy_engine(parallel, actor, training, AlgorithmSpec(), total_steps=10, dtype=torch.bfloat16)
+        batch = make_batch(VOCABULARY)
+        # Products of another size may use another kernel.
+        batch.meta_info["num_mini_batches"] = 1
+        metrics = engine.update(batch.with_fields(engine.forward(batch).columns))
+    assert metrics["training/update_probs_diff_mean"] == 0
+    assert measured
+    assert not [name for name in measured if "_red_" in name]
+
+
+def _prepared_in_parts(prepare: Callable[..., None], layer: nn.Module, **options: Any) -> None:
+    prepare(layer, **{**options, "gathers_experts": True})
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

@@ -26,12 +26,12 @@ from ppojob_api.v1alpha1.model import ActorModel, LoRA
 from ppojob_api.v1alpha1.training import ActorSpec
 from ppojob_trainer.engines.train.batch import Segments
 from ppojob_trainer.engines.train.fsdp import attention
-from ppojob_trainer.engines.train.fsdp.layers import COMPILER, prepare_layer
+from ppojob_trainer.engines.train.fsdp.layers import ATTENTION_PART, COMPILER, prepare_layer
 from ppojob_trainer.engines.train.mesh import ParallelMesh
 from tests.unit.trainer.engines import gradient_ranks, test_engine_families
 from tests.unit.trainer.engines.fsdp_engines import policy_engine, reference_engine
 from tests.unit.trainer.engines.test_engine_routing import log_probs, random_recording
-from tests.unit.trainer.engines.tiny_experts import save_tiny_experts
+from tests.unit.trainer.engines.tiny_experts import save_tiny_experts, tiny_experts
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, make_batch, save_tiny_model
 
 pytestmark = [
@@ -184,21 +184,40 @@ class _Layer(nn.Module):
         return functional.rms_norm(hidden, (8,), self.weight)
 
 
-def test_sums_are_fused_for_any_number_of_tokens_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor reads it where it makes a pass's kernels. On GPUs, the default compiles the first update again."""
-    found: list[tuple[bool, bool]] = []
+def options_of_passes(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Tensor]) -> list[tuple[bool, bool, bool]]:
+    """Return of each pass whether it is backward, and two of Inductor's options where it makes the pass's kernels."""
+    found: list[tuple[bool, bool, bool]] = []
     compile_graph = GraphLowering.compile_to_module
 
     def noted(self: GraphLowering) -> Any:
-        found.append((self.is_backward, config.triton.mix_order_reduction_non_strict_mode))
+        is_fused = config.triton.mix_order_reduction_non_strict_mode
+        found.append((self.is_backward, is_fused, config.batch_invariant))
         return compile_graph(self)
 
     monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
     torch.compiler.reset()
+    with fresh_cache():
+        compute().sum().backward()
+    return found
+
+
+def test_sums_are_fused_for_any_number_of_tokens_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, the default compiles the first update again."""
     layer = _Layer()
     prepare_layer(layer, recomputes=False, compiles=True, gathers_experts=False)
+    found = options_of_passes(monkeypatch, lambda: layer(torch.randn(4, 8)))
+    assert found == [(False, True, False), (True, True, False)]
 
-    with fresh_cache():
-        layer(torch.randn(4, 8)).sum().backward()
 
-    assert found == [(False, True), (True, True)]
+def test_sums_before_experts_are_added_in_one_order_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, the default chooses the block size of a sum by the time that it takes, for each pass."""
+    model: Any = tiny_experts().base_model
+    layer: Any = model.get_submodule("layers.0")
+    hidden = torch.randn(1, 4, model.config.hidden_size)
+    positions = model.get_submodule("rotary_emb")(hidden, torch.arange(4)[None])
+    prepare_layer(layer, recomputes=True, compiles=True, gathers_experts=True)
+    part = getattr(layer, ATTENTION_PART)
+    found = options_of_passes(
+        monkeypatch, lambda: part(layer, hidden, position_embeddings=positions, attention_mask=None)
+    )
+    assert found == [(False, True, True), (True, True, True)]

@@ -40,6 +40,10 @@ limit (torch's default: 8), it computes without compilation and only logs it."""
 _INDUCTOR: Final[Mapping[str, bool]] = {"triton.mix_order_reduction_non_strict_mode": True}
 """Options of torch.compile's own backend. By default, the number of tokens decides whether a sum over tokens and one
 over a token's numbers become one kernel. A warm-up has fewer, so the first step would compile the layers again."""
+_EQUAL_SUMS: Final[Mapping[str, bool]] = {"batch_invariant": True}
+"""Options with which passes with and without gradients add in the same order. By default, Inductor measures for each
+pass which block size of a sum is faster, and for sums over more than 2,048 numbers it has two that are equally fast. In
+a mixture, the difference grows from layer to layer."""
 _MIXTURE: Final = "mixture"
 """Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
 
@@ -59,7 +63,7 @@ def prepare_layer(layer: nn.Module, *, recomputes: bool, compiles: bool, gathers
         gathers_experts: whether FSDP gathers the layer's experts separately, if it has any.
     """
     if compiles and gathers_experts and any(expert_modules(layer)):
-        part = torch.compile(attention_part(recomputes=recomputes), options=dict(_INDUCTOR), **COMPILER)
+        part = torch.compile(attention_part(recomputes=recomputes), options={**_INDUCTOR, **_EQUAL_SUMS}, **COMPILER)
         setattr(layer, ATTENTION_PART, part)
         layer.recomputes = recomputes  # type: ignore[assignment]
         _find_mixture(layer)
