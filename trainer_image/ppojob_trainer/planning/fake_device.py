@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from ppojob_trainer.engines.train import expert
 from ppojob_trainer.engines.train.dims import ParallelDims
-from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, grouped_experts, layers, offload
+from ppojob_trainer.engines.train.fsdp import attention, expert_blocks, expert_gates, grouped_experts, layers, offload
 from ppojob_trainer.engines.train.mesh import ParallelMesh, create_mesh, leave_process_group
 from ppojob_trainer.maths import log_probs
 from ppojob_trainer.planning.network import from_other_hosts
@@ -215,7 +215,8 @@ def _evenly(numbers: Tensor, num_tokens: int, per_token: int) -> list[list[int]]
 
 @contextmanager
 def as_on_cuda(live: LiveBytes) -> Iterator[None]:
-    """Run attention, norms before experts, sums with adapters, the output layer and offload as they run on CUDA.
+    """Run attention, norms before experts, gates of experts, sums with adapters, the output layer and offload as they
+    run on CUDA.
 
     Attention in one kernel; logits of a chunk in float32, and their gradient beside them.
     """
@@ -230,6 +231,7 @@ def as_on_cuda(live: LiveBytes) -> Iterator[None]:
             (offload, "_to_host", _on_host(live, offload._to_host)),
             (layers, "_rms_norm", _RMSNorm.apply),
             (grouped_experts, "_sum", lambda output, added: output.add_(added)),
+            (expert_gates, "kernels", lambda _: _GateKernels),
         ):
             replaced.enter_context(_replaced(module, name, function))
         yield
@@ -246,6 +248,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         return torch.empty_like(gradients[0]), torch.empty_like(ctx.saved_tensors[1]), None
+
+
+class _GateKernels:
+    """Tensors as `fsdp.experts_cuda` allocates them."""
+
+    @staticmethod
+    def gate(products_SI: Tensor, *_: Any) -> Tensor:
+        return products_SI.new_empty(len(products_SI), products_SI.shape[1] // 2)
+
+    @staticmethod
+    def gate_gradients(products_SI: Tensor, weights_S: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(products_SI), torch.empty_like(weights_S)
 
 
 class _OutputKernels:

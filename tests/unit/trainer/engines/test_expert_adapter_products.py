@@ -134,8 +134,9 @@ def merged(module: nn.Module, targets: list[str], factor: float) -> dict[str, Te
 def test_frozen_experts_get_no_gradients_beside_their_adapters() -> None:
     _, module = adapted([*USUAL])
     hidden, chosen, weights = inputs(torch.float32, torch.float32)
-    with _Products() as products, saved_shapes() as saved:
-        output = experts.count_and_multiply(module, hidden, chosen, weights)
+    with _Products() as products:
+        with saved_shapes() as saved:
+            output = experts.count_and_multiply(module, hidden, chosen, weights)
         assert products.number == 2 * 3
         output.sum().backward()
     # The rows' gradients of six products, and those of two pairs of matrices.

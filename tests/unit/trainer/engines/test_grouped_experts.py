@@ -114,8 +114,9 @@ def saved_shapes() -> Iterator[list[tuple[int, ...]]]:
 def test_frozen_experts_get_no_gradients(is_frozen: bool, backward: int) -> None:
     module = experts_of().requires_grad_(not is_frozen)
     hidden, chosen, weights = inputs(torch.float32, torch.float32)
-    with _Products() as products, saved_shapes() as saved:
-        output = experts.count_and_multiply(module, hidden, chosen, weights)
+    with _Products() as products:
+        with saved_shapes() as saved:
+            output = experts.count_and_multiply(module, hidden, chosen, weights)
         assert products.number == 2
         output.sum().backward()
     assert products.number == 2 + backward
@@ -129,6 +130,14 @@ def test_frozen_experts_get_no_gradients(is_frozen: bool, backward: int) -> None
     ]
     more = [] if is_frozen else [(ROWS, HIDDEN), (ROWS, EXPERT_SIZE)]
     assert sorted(saved) == sorted(least + more)
+
+
+def test_of_gates_with_a_limit_and_biases_only_their_inputs_are_saved() -> None:
+    module = experts_of("gpt_oss").requires_grad_(False)
+    with saved_shapes() as saved:
+        experts.count_and_multiply(module, *inputs(torch.float32, torch.float32))
+    of_rows = [shape for shape in saved if shape[0] == ROWS]
+    assert sorted(of_rows) == [(ROWS,), (ROWS,), (ROWS, 2 * EXPERT_SIZE)]
 
 
 def test_a_recomputed_layer_leaves_out_the_last_product() -> None:

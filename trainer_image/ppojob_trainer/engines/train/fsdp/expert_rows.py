@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Rows", "collect", "kernels", "spread"]
+__all__ = ["ALIGNED", "Rows", "collect", "kernels", "spread"]
+
+ALIGNED: Final = 8
+"""Numbers of which a GPU's grouped product needs a multiple in a row: 16 bytes in bfloat16, and 32 in float32."""
 
 
 @dataclass(frozen=True)

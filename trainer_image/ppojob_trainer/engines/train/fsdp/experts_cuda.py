@@ -1,11 +1,13 @@
 """Copies and sums of rows, sums with adapters and the gate of experts, as Triton kernels that pass the memory once.
 
 Between two grouped products, plain PyTorch reads and writes the rows of all experts a dozen times, which takes longer
-than the products. Called by `expert_rows` and `grouped_experts` on CUDA; it imports Triton, which machines without a
-GPU do not have.
+than the products. Called by `expert_rows`, `grouped_experts` and `expert_gates` on CUDA; it imports Triton, which
+machines without a GPU do not have.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -13,6 +15,34 @@ import triton.language as tl
 from torch import Tensor
 
 _LARGEST_BLOCK = 2048
+_GATE_BLOCK = 1024
+"""Half as large, because gate and up are beside each other."""
+
+GateNumbers: TypeAlias = tuple[bool, float, float, float]
+"""The fields of `expert_gates.Gate`."""
+
+
+class _Biases(NamedTuple):
+    """As the kernels get them."""
+
+    bias_EI: Tensor | None
+    ends_E: Tensor
+    num_experts: int
+
+
+class _Gradients(NamedTuple):
+    products_SI: Tensor
+    weights_S: Tensor
+
+
+class _Gate(NamedTuple):
+    """experts_block: the number of experts or more, a power of 2."""
+
+    alternates: bool
+    alpha: float
+    limit: float
+    shift: float
+    experts_block: int
 
 
 def take(tokens_TD: Tensor, tokens: Tensor) -> Tensor:
@@ -48,31 +78,45 @@ def sums(rows_SD: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:
     return found
 
 
-def gate(both_SI: Tensor, weights_S: Tensor) -> Tensor:
-    """Return silu(gate) * up * weight [S, I], in the dtype of `both_SI`.
+def gate(
+    products_SI: Tensor, weights_S: Tensor, bias_EI: Tensor | None, ends_E: Tensor, numbers: GateNumbers
+) -> Tensor:
+    """Return the gated rows times their weights, [S, I], in the dtype of `products_SI`: see `expert_gates`.
 
     Args:
-        both_SI: gate and up side by side, float32 or bfloat16 [S, 2 * I], contiguous.
-        weights_S: float32 or bfloat16 [S], contiguous.
+        products_SI: float32 or bfloat16 [S, 2 I], contiguous; weights_S: float32 or bfloat16, contiguous.
+        bias_EI: float32 or bfloat16 [E, 2 I], contiguous, or None; ends_E: int32.
     """
-    size = both_SI.shape[1] // 2
-    found = both_SI.new_empty(len(both_SI), size)
+    size = products_SI.shape[1] // 2
+    found = products_SI.new_empty(len(products_SI), size)
     if found.numel():
-        block = triton.next_power_of_2(size)
-        _gate_kernel[(len(both_SI),)](both_SI, weights_S, found, size, BLOCK=block, num_warps=4)
+        biases, options = _Biases(bias_EI, ends_E, len(ends_E)), _gate_options(size, len(ends_E), numbers)
+        grid = (len(products_SI), triton.cdiv(size, options["BLOCK"]))
+        _gate_kernel[grid](products_SI, weights_S, biases, found, size, **options)
     return found
 
 
-def gate_gradients(both_SI: Tensor, weights_S: Tensor, outer_SI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients by gate and up [S, 2 * I], and by the weights [S]; `outer_SI` is that by the result."""
-    size = both_SI.shape[1] // 2
-    grad, grad_weights = torch.empty_like(both_SI), torch.empty_like(weights_S)
+def gate_gradients(
+    products_SI: Tensor,
+    weights_S: Tensor,
+    bias_EI: Tensor | None,
+    ends_E: Tensor,
+    numbers: GateNumbers,
+    outer_SI: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients by the products [S, 2 I] and by the weights [S]; `outer_SI` is that by the result."""
+    size = products_SI.shape[1] // 2
+    grad, grad_weights = torch.empty_like(products_SI), torch.empty_like(weights_S)
     if grad.numel():
-        block = triton.next_power_of_2(size)
-        _gate_gradients_kernel[(len(both_SI),)](
-            both_SI, weights_S, outer_SI, grad, grad_weights, size, BLOCK=block, num_warps=4
-        )
+        biases, options = _Biases(bias_EI, ends_E, len(ends_E)), _gate_options(size, len(ends_E), numbers)
+        grads = _Gradients(grad, grad_weights)
+        _gate_gradients_kernel[(len(products_SI),)](products_SI, weights_S, biases, outer_SI, grads, size, **options)
     return grad, grad_weights
+
+
+def _gate_options(size: int, num_experts: int, numbers: GateNumbers) -> dict[str, Any]:
+    gate = _Gate(*numbers, triton.next_power_of_2(num_experts))
+    return {"GATE": gate, "BLOCK": min(triton.next_power_of_2(size), _GATE_BLOCK), "num_warps": 4}
 
 
 def add(into: Tensor, added: Tensor) -> None:
@@ -127,32 +171,78 @@ def _add_kernel(into, added, number, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_kernel(both, weights, found, size, BLOCK: tl.constexpr):
+def _gate_kernel(products, weights, biases, found, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(both + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weights + row).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up * weight
-    tl.store(found + row * size + columns, result.to(found.dtype.element_ty), mask=inside)
+    start = tl.program_id(1) * BLOCK
+    gate, up = _halves(products + row * 2 * size, start, size, GATE, BLOCK)
+    if biases.bias_EI is not None:
+        gate_bias, up_bias = _halves(_bias_of(biases, row, size, GATE), start, size, GATE, BLOCK)
+        gate += gate_bias
+        up += up_bias
+    # Not `minimum`, which makes a number of NaN.
+    gate = tl.where(gate > GATE.limit, GATE.limit, gate)
+    up = tl.where(up > GATE.limit, GATE.limit, tl.where(up < -GATE.limit, -GATE.limit, up)) + GATE.shift
+    result = gate / (1.0 + tl.exp(-GATE.alpha * gate)) * up * tl.load(weights + row).to(tl.float32)
+    columns = start + tl.arange(0, BLOCK)
+    tl.store(found + row * size + columns, result.to(found.dtype.element_ty), mask=columns < size)
 
 
 @triton.jit
-def _gate_gradients_kernel(both, weights, outer, grad, grad_weights, size, BLOCK: tl.constexpr):
+def _gate_gradients_kernel(products, weights, biases, outer, grads, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(both + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    above = tl.load(outer + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weights + row).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * share
-    by_weight = tl.sum(above * silu * up, 0)
-    above = above * weight
-    by_gate = above * up * share * (1.0 + gate - silu)
-    by_up = above * silu
-    tl.store(grad + row * 2 * size + columns, by_gate.to(grad.dtype.element_ty), mask=inside)
-    tl.store(grad + row * 2 * size + size + columns, by_up.to(grad.dtype.element_ty), mask=inside)
-    tl.store(grad_weights + row, by_weight.to(grad_weights.dtype.element_ty))
+    bias = products
+    if biases.bias_EI is not None:
+        bias = _bias_of(biases, row, size, GATE)
+    by_weight = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, size, BLOCK):
+        gate, up = _halves(products + row * 2 * size, start, size, GATE, BLOCK)
+        if biases.bias_EI is not None:
+            gate_bias, up_bias = _halves(bias, start, size, GATE, BLOCK)
+            gate += gate_bias
+            up += up_bias
+        is_gate_cut = gate > GATE.limit
+        is_up_cut = (up > GATE.limit) | (up < -GATE.limit)
+        gate = tl.where(is_gate_cut, GATE.limit, gate)
+        up = tl.where(up > GATE.limit, GATE.limit, tl.where(up < -GATE.limit, -GATE.limit, up)) + GATE.shift
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < size
+        above = tl.load(outer + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-GATE.alpha * gate))
+        gated = gate * share
+        by_weight += above * gated * up
+        above = above * weight
+        by_gate = tl.where(is_gate_cut, 0.0, above * up * share * (1.0 + GATE.alpha * (gate - gated)))
+        by_up = tl.where(is_up_cut, 0.0, above * gated)
+        into = grads.products_SI + row * 2 * size
+        if GATE.alternates:
+            both = 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(into + both, tl.interleave(by_gate, by_up).to(into.dtype.element_ty), mask=both < 2 * size)
+        else:
+            tl.store(into + columns, by_gate.to(into.dtype.element_ty), mask=inside)
+            tl.store(into + size + columns, by_up.to(into.dtype.element_ty), mask=inside)
+    tl.store(grads.weights_S + row, tl.sum(by_weight, 0).to(grads.weights_S.dtype.element_ty))
+
+
+@triton.jit
+def _bias_of(biases, row, size, GATE: tl.constexpr):
+    """Return where the bias of the row's expert begins: as many experts end before the row."""
+    experts = tl.arange(0, GATE.experts_block)
+    exists = experts < biases.num_experts
+    has_ended = exists & (tl.load(biases.ends_E + experts, mask=exists, other=0) <= row)
+    return biases.bias_EI + tl.sum(has_ended.to(tl.int64), 0) * 2 * size
+
+
+@triton.jit
+def _halves(first, start, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the columns of gate and up from `start`, in float32."""
+    if GATE.alternates:
+        both = 2 * start + tl.arange(0, 2 * BLOCK)
+        loaded = tl.load(first + both, mask=both < 2 * size, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(loaded, [BLOCK, 2]))
+    else:
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < size
+        gate = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(first + size + columns, mask=inside, other=0.0).to(tl.float32)
+    return gate, up

@@ -42,7 +42,7 @@ from torch.nn import functional
 from transformers.integrations.moe import _can_use_grouped_mm, _grouped_linear
 
 from ppojob_api.v1alpha1.model import LoRA
-from ppojob_trainer.engines.train.fsdp.grouped_experts import ALIGNED
+from ppojob_trainer.engines.train.fsdp.expert_rows import ALIGNED
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.maths.rounding import round_stochastically
 
