@@ -6,14 +6,11 @@ The trainer computes with the experts that it chooses, and with those that the e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from ppojob_api.v1alpha1.algorithm import AlgorithmSpec
@@ -91,7 +88,8 @@ def test_passes_with_and_without_gradients_compute_the_same_bits(
         return benchmark(self, *given, **options)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", noted)
-    monkeypatch.setattr(model, "prepare_layer", partial(_prepared_in_parts, prepare_layer))
+    in_parts: dict[str, Any] = {"gathers_experts": True}
+    monkeypatch.setattr(model, "prepare_layer", lambda layer, **options: prepare_layer(layer, **options | in_parts))
     settings = EXPERTS | FAMILIES["gpt_oss"] | SHAPE | ON_GPUS["gpt_oss"] | {"hidden_size": 2880}
     actor = ActorModel(path=str(write_tiny_model(tmp_path / "model", "gpt_oss", **settings)), compile=True)
     torch.compiler.reset()
@@ -105,10 +103,6 @@ def test_passes_with_and_without_gradients_compute_the_same_bits(
     assert metrics["training/update_probs_diff_mean"] == 0
     assert measured
     assert not [name for name in measured if "_red_" in name]
-
-
-def _prepared_in_parts(prepare: Callable[..., None], layer: nn.Module, **options: Any) -> None:
-    prepare(layer, **{**options, "gathers_experts": True})
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

@@ -254,12 +254,12 @@ class _GateKernels:
     """Tensors as `fsdp.experts_cuda` allocates them."""
 
     @staticmethod
-    def gate(products_SI: Tensor, *_: Any) -> Tensor:
-        return products_SI.new_empty(len(products_SI), products_SI.shape[1] // 2)
+    def gate(products_SG: Tensor, *_: Any) -> Tensor:
+        return products_SG.new_empty(len(products_SG), products_SG.shape[1] // 2)
 
     @staticmethod
-    def gate_gradients(products_SI: Tensor, weights_S: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(products_SI), torch.empty_like(weights_S)
+    def gate_gradients(products_SG: Tensor, weights_S: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(products_SG), torch.empty_like(weights_S)
 
 
 class _OutputKernels:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -184,14 +184,21 @@ class _Layer(nn.Module):
         return functional.rms_norm(hidden, (8,), self.weight)
 
 
-def options_of_passes(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Tensor]) -> list[tuple[bool, bool, bool]]:
-    """Return of each pass whether it is backward, and two of Inductor's options where it makes the pass's kernels."""
-    found: list[tuple[bool, bool, bool]] = []
+class _Pass(NamedTuple):
+    """The options are those that Inductor has where it makes the pass's kernels."""
+
+    is_backward: bool
+    fuses_all_sums: bool
+    has_one_order: bool
+
+
+def options_of_passes(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Tensor]) -> list[_Pass]:
+    found: list[_Pass] = []
     compile_graph = GraphLowering.compile_to_module
 
     def noted(self: GraphLowering) -> Any:
-        is_fused = config.triton.mix_order_reduction_non_strict_mode
-        found.append((self.is_backward, is_fused, config.batch_invariant))
+        fuses_all = config.triton.mix_order_reduction_non_strict_mode
+        found.append(_Pass(self.is_backward, fuses_all, config.batch_invariant))
         return compile_graph(self)
 
     monkeypatch.setattr(GraphLowering, "compile_to_module", noted)
@@ -206,7 +213,7 @@ def test_sums_are_fused_for_any_number_of_tokens_in_both_passes(monkeypatch: pyt
     layer = _Layer()
     prepare_layer(layer, recomputes=False, compiles=True, gathers_experts=False)
     found = options_of_passes(monkeypatch, lambda: layer(torch.randn(4, 8)))
-    assert found == [(False, True, False), (True, True, False)]
+    assert found == [_Pass(False, True, False), _Pass(True, True, False)]
 
 
 def test_sums_before_experts_are_added_in_one_order_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,4 +227,4 @@ def test_sums_before_experts_are_added_in_one_order_in_both_passes(monkeypatch: 
     found = options_of_passes(
         monkeypatch, lambda: part(layer, hidden, position_embeddings=positions, attention_mask=None)
     )
-    assert found == [(False, True, True), (True, True, True)]
+    assert found == [_Pass(False, True, True), _Pass(True, True, True)]

@@ -15,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from ppojob_api.v1alpha1.model import LoRA
 from ppojob_trainer.engines.train.fsdp import experts
 from ppojob_trainer.engines.train.fsdp.lora import adapters_off, add_adapters, is_adapter
-from tests.unit.trainer.engines.test_grouped_experts import _Products, inputs, saved_shapes
+from tests.unit.trainer.engines.test_grouped_experts import (
+    _Products,
+    inputs,
+    saved_shapes,
+    without_grouped_products,
+)
 from tests.unit.trainer.engines.tiny_experts import (
     EXPERT_SIZE,
     NUM_EXPERTS,
@@ -170,11 +175,6 @@ def test_no_copy_of_matrices_is_kept_for_the_backward_pass(targets: list[str], r
 def test_without_grouped_products_values_and_gradients_are_the_same(
     targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs before compute capability 8.0."""
-    from transformers.integrations import moe
-
-    from ppojob_trainer.engines.train.fsdp import low_rank
-
     _, module = adapted(targets)
     hidden, chosen, weights = inputs(torch.float32, torch.float32)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -184,8 +184,7 @@ def test_without_grouped_products_values_and_gradients_are_the_same(
         return [output, *torch.autograd.grad(output.square().sum(), [hidden, weights, *trained])]
 
     expected = results()
-    for owner in (moe, low_rank):
-        monkeypatch.setattr(owner, "_can_use_grouped_mm", lambda *_: False)
+    without_grouped_products(monkeypatch)
     with _Products() as products:
         found = results()
     assert products.number == 0

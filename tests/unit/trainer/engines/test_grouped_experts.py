@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations import moe
 
-from ppojob_trainer.engines.train.fsdp import experts
+from ppojob_trainer.engines.train.fsdp import experts, grouped_products
 from ppojob_trainer.engines.train.fsdp.grouped_experts import multiply
 from tests.unit.trainer.engines.tiny_experts import EXPERT_SIZE, MIXTURES, NUM_EXPERTS, PER_TOKEN, tiny_experts
 
@@ -86,6 +87,12 @@ def test_another_activation_is_computed_too() -> None:
         torch.testing.assert_close(found[name] / scale, expected / scale, atol=1e-5, rtol=0, msg=name)
 
 
+def without_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs before compute capability 8.0."""
+    for owner in (moe, grouped_products):
+        monkeypatch.setattr(owner, "_can_use_grouped_mm", lambda *_: False)
+
+
 class _Products(TorchDispatchMode):
     """Counts the grouped products."""
 
@@ -153,10 +160,14 @@ def test_a_recomputed_layer_leaves_out_the_last_product() -> None:
         torch.testing.assert_close(gradient, of_all, atol=0, rtol=0)
 
 
-def test_without_rows_gradients_are_zero_and_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "num_products"), [("qwen3_moe", 2), ("gpt_oss", 3)])
+def test_without_rows_gradients_are_zero_and_no_kernel_is_called_without_rows(
+    family: str, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gpt-oss, the last product's bias is a product, too."""
     from ppojob_trainer.engines.train.fsdp import grouped_experts
 
-    module, seen = experts_of(), []
+    module, seen = experts_of(family), []
     product = grouped_experts._grouped_linear
 
     def counted(rows: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -170,9 +181,20 @@ def test_without_rows_gradients_are_zero_and_no_kernel_is_called_without_rows(mo
     output.sum().backward()
 
     assert output.shape == (0, HIDDEN)
-    assert seen == [1, 1]
+    assert seen == [1] * num_products
     for parameter in module.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
     assert rows.grad is not None
     assert weights.grad is not None
+
+
+def test_trained_biases_need_no_kernel_for_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = experts_of("gpt_oss"), inputs(torch.float32, torch.float32)
+    expected = results(module, experts.IMPLEMENTATION, *given)
+    without_grouped_products(monkeypatch)
+    with _Products() as products:
+        found = results(module, experts.IMPLEMENTATION, *given)
+    assert products.number == 0
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, atol=1e-4, rtol=1e-4, msg=name)

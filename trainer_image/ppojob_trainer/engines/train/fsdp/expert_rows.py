@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["ALIGNED", "Rows", "collect", "kernels", "spread"]
-
-ALIGNED: Final = 8
-"""Numbers of which a GPU's grouped product needs a multiple in a row: 16 bytes in bfloat16, and 32 in float32."""
+__all__ = ["Rows", "collect", "kernels", "spread"]
 
 
 @dataclass(frozen=True)

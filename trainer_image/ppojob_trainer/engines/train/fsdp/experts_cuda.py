@@ -25,13 +25,13 @@ GateNumbers: TypeAlias = tuple[bool, float, float, float]
 class _Biases(NamedTuple):
     """As the kernels get them."""
 
-    bias_EI: Tensor | None
+    bias_EG: Tensor | None
     ends_E: Tensor
     num_experts: int
 
 
 class _Gradients(NamedTuple):
-    products_SI: Tensor
+    products_SG: Tensor
     weights_S: Tensor
 
 
@@ -78,45 +78,46 @@ def sums(rows_SD: Tensor, of_tokens: Tensor, starts: Tensor) -> Tensor:
     return found
 
 
-def gate(
-    products_SI: Tensor, weights_S: Tensor, bias_EI: Tensor | None, ends_E: Tensor, numbers: GateNumbers
-) -> Tensor:
-    """Return the gated rows times their weights, [S, I], in the dtype of `products_SI`: see `expert_gates`.
+def gate(products_SG: Tensor, weights_S: Tensor, bias_EG: Tensor | None, ends_E: Tensor, gate: GateNumbers) -> Tensor:
+    """Return the gated rows times their weights, [S, I], in the dtype of `products_SG`: see `expert_gates`.
 
     Args:
-        products_SI: float32 or bfloat16 [S, 2 I], contiguous; weights_S: float32 or bfloat16, contiguous.
-        bias_EI: float32 or bfloat16 [E, 2 I], contiguous, or None; ends_E: int32.
+        products_SG: float32 or bfloat16 [S, 2 I], contiguous; weights_S: float32 or bfloat16, contiguous.
+        bias_EG: float32 or bfloat16 [E, 2 I], contiguous, or None; ends_E: int32.
     """
-    size = products_SI.shape[1] // 2
-    found = products_SI.new_empty(len(products_SI), size)
+    size = products_SG.shape[1] // 2
+    found = products_SG.new_empty(len(products_SG), size)
     if found.numel():
-        biases, options = _Biases(bias_EI, ends_E, len(ends_E)), _gate_options(size, len(ends_E), numbers)
-        grid = (len(products_SI), triton.cdiv(size, options["BLOCK"]))
-        _gate_kernel[grid](products_SI, weights_S, biases, found, size, **options)
+        biases = _Biases(bias_EG, ends_E, len(ends_E))
+        options = _gate_options(size, biases, gate)
+        grid = (len(products_SG), triton.cdiv(size, options["BLOCK"]))
+        _gate_kernel[grid](products_SG, weights_S, biases, found, size, **options)
     return found
 
 
 def gate_gradients(
-    products_SI: Tensor,
+    products_SG: Tensor,
     weights_S: Tensor,
-    bias_EI: Tensor | None,
+    bias_EG: Tensor | None,
     ends_E: Tensor,
-    numbers: GateNumbers,
+    gate: GateNumbers,
     outer_SI: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients by the products [S, 2 I] and by the weights [S]; `outer_SI` is that by the result."""
-    size = products_SI.shape[1] // 2
-    grad, grad_weights = torch.empty_like(products_SI), torch.empty_like(weights_S)
+    size = products_SG.shape[1] // 2
+    grad, grad_weights = torch.empty_like(products_SG), torch.empty_like(weights_S)
     if grad.numel():
-        biases, options = _Biases(bias_EI, ends_E, len(ends_E)), _gate_options(size, len(ends_E), numbers)
+        biases = _Biases(bias_EG, ends_E, len(ends_E))
+        options = _gate_options(size, biases, gate)
         grads = _Gradients(grad, grad_weights)
-        _gate_gradients_kernel[(len(products_SI),)](products_SI, weights_S, biases, outer_SI, grads, size, **options)
+        _gate_gradients_kernel[(len(products_SG),)](products_SG, weights_S, biases, outer_SI, grads, size, **options)
     return grad, grad_weights
 
 
-def _gate_options(size: int, num_experts: int, numbers: GateNumbers) -> dict[str, Any]:
-    gate = _Gate(*numbers, triton.next_power_of_2(num_experts))
-    return {"GATE": gate, "BLOCK": min(triton.next_power_of_2(size), _GATE_BLOCK), "num_warps": 4}
+def _gate_options(size: int, biases: _Biases, gate: GateNumbers) -> dict[str, Any]:
+    assert biases.bias_EG is None or biases.bias_EG.is_contiguous()
+    experts = 1 if biases.bias_EG is None else triton.next_power_of_2(biases.num_experts)
+    return {"GATE": _Gate(*gate, experts), "BLOCK": min(triton.next_power_of_2(size), _GATE_BLOCK), "num_warps": 4}
 
 
 def add(into: Tensor, added: Tensor) -> None:
@@ -174,9 +175,9 @@ def _add_kernel(into, added, number, BLOCK: tl.constexpr):
 def _gate_kernel(products, weights, biases, found, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
-    gate, up = _halves(products + row * 2 * size, start, size, GATE, BLOCK)
-    if biases.bias_EI is not None:
-        gate_bias, up_bias = _halves(_bias_of(biases, row, size, GATE), start, size, GATE, BLOCK)
+    gate, up = _load_gate_and_up(products + row * 2 * size, start, size, GATE, BLOCK)
+    if biases.bias_EG is not None:
+        gate_bias, up_bias = _load_gate_and_up(_bias_address(biases, row, size, GATE), start, size, GATE, BLOCK)
         gate += gate_bias
         up += up_bias
     # Not `minimum`, which makes a number of NaN.
@@ -192,13 +193,13 @@ def _gate_gradients_kernel(products, weights, biases, outer, grads, size, GATE: 
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     bias = products
-    if biases.bias_EI is not None:
-        bias = _bias_of(biases, row, size, GATE)
+    if biases.bias_EG is not None:
+        bias = _bias_address(biases, row, size, GATE)
     by_weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, size, BLOCK):
-        gate, up = _halves(products + row * 2 * size, start, size, GATE, BLOCK)
-        if biases.bias_EI is not None:
-            gate_bias, up_bias = _halves(bias, start, size, GATE, BLOCK)
+        gate, up = _load_gate_and_up(products + row * 2 * size, start, size, GATE, BLOCK)
+        if biases.bias_EG is not None:
+            gate_bias, up_bias = _load_gate_and_up(bias, start, size, GATE, BLOCK)
             gate += gate_bias
             up += up_bias
         is_gate_cut = gate > GATE.limit
@@ -214,7 +215,7 @@ def _gate_gradients_kernel(products, weights, biases, outer, grads, size, GATE: 
         above = above * weight
         by_gate = tl.where(is_gate_cut, 0.0, above * up * share * (1.0 + GATE.alpha * (gate - gated)))
         by_up = tl.where(is_up_cut, 0.0, above * gated)
-        into = grads.products_SI + row * 2 * size
+        into = grads.products_SG + row * 2 * size
         if GATE.alternates:
             both = 2 * start + tl.arange(0, 2 * BLOCK)
             tl.store(into + both, tl.interleave(by_gate, by_up).to(into.dtype.element_ty), mask=both < 2 * size)
@@ -225,16 +226,16 @@ def _gate_gradients_kernel(products, weights, biases, outer, grads, size, GATE: 
 
 
 @triton.jit
-def _bias_of(biases, row, size, GATE: tl.constexpr):
+def _bias_address(biases, row, size, GATE: tl.constexpr):
     """Return where the bias of the row's expert begins: as many experts end before the row."""
     experts = tl.arange(0, GATE.experts_block)
     exists = experts < biases.num_experts
     has_ended = exists & (tl.load(biases.ends_E + experts, mask=exists, other=0) <= row)
-    return biases.bias_EI + tl.sum(has_ended.to(tl.int64), 0) * 2 * size
+    return biases.bias_EG + tl.sum(has_ended.to(tl.int64), 0) * 2 * size
 
 
 @triton.jit
-def _halves(first, start, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def _load_gate_and_up(first, start, size, GATE: tl.constexpr, BLOCK: tl.constexpr):
     """Load the columns of gate and up from `start`, in float32."""
     if GATE.alternates:
         both = 2 * start + tl.arange(0, 2 * BLOCK)

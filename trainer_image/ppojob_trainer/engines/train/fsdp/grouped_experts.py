@@ -5,10 +5,10 @@
 A token's weight of an expert is applied before the last product, which is linear, because rows are the smallest there
 and the backward pass then needs no result of the last product. Frozen parameters get no gradients. Adapters
 (`low_rank`) add to the result of each product, over the same rows. In bfloat16 this sum is rounded stochastically
-(`maths.rounding`), because a small change of a rounded result would be rounded off. Biases, which gpt-oss has, are
-added by the gate (`expert_gates`), or are grouped products too: of 1, or of the row's weight, with the expert's bias.
-So their gradients are summed in float32, in a fixed order. Called by `experts`; transformers chooses the kernel of the
-products: a grouped one on the CPU and on GPUs from compute capability 8.0, else one product for each expert.
+(`maths.rounding`), because a small change of a rounded result would be rounded off. gpt-oss has biases: that of the
+first product is added by the gate (`expert_gates`) if it is not compiled, else by a grouped product with 1, and that of
+the last one by a grouped product with the row's weight. So their gradients are summed in float32, in a fixed order.
+Called by `experts`; `grouped_products` says which kernel multiplies.
 
 Suffixes: S rows, I size of an expert's hidden layer, D size of the hidden states, E experts.
 """
@@ -23,7 +23,8 @@ from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
 from ppojob_trainer.engines.train.fsdp.expert_gates import Gate
-from ppojob_trainer.engines.train.fsdp.expert_rows import ALIGNED, kernels
+from ppojob_trainer.engines.train.fsdp.expert_rows import kernels
+from ppojob_trainer.engines.train.fsdp.grouped_products import ALIGNED
 from ppojob_trainer.maths.rounding import round_each
 
 __all__ = ["ADAPTERS", "multiply"]
@@ -55,11 +56,11 @@ def multiply(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -
 def _inner(experts: Any, rows_SD: Tensor, weights_S: Tensor, ends_E: Tensor) -> Tensor:
     """Return the activations times the weights of their rows, [S, I], in the dtype of the rows."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    bias_EI = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    bias_EG = getattr(experts, f"{name}_bias") if experts.has_bias else None
     # torch.compile fuses what plain PyTorch computes.
     if not torch.compiler.is_compiling() and (gate := Gate.of(experts)) is not None:
-        return gate.apply(_product(experts, name, rows_SD, ends_E), weights_S, bias_EI, ends_E)
-    bias = None if bias_EI is None else (bias_EI, rows_SD.new_ones(len(rows_SD)))
+        return gate.apply(_product(experts, name, rows_SD, ends_E), weights_S, bias_EG, ends_E)
+    bias = None if bias_EG is None else (bias_EG, rows_SD.new_ones(len(rows_SD)))
     product = _product(experts, name, rows_SD, ends_E, bias)
     activated: Tensor = experts._apply_gate(product) if experts.has_gate else experts.act_fn(product)
     return (activated * weights_S.unsqueeze(1)).to(rows_SD.dtype)

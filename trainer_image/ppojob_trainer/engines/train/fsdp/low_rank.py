@@ -39,10 +39,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from transformers.integrations.moe import _can_use_grouped_mm, _grouped_linear
+from transformers.integrations.moe import _grouped_linear
 
 from ppojob_api.v1alpha1.model import LoRA
-from ppojob_trainer.engines.train.fsdp.expert_rows import ALIGNED
+from ppojob_trainer.engines.train.fsdp.grouped_products import ALIGNED, weight_gradient
 from ppojob_trainer.engines.train.fsdp.tensor_parallel import local
 from ppojob_trainer.maths.rounding import round_stochastically
 
@@ -223,20 +223,7 @@ class _PaddedProduct(torch.autograd.Function):
         of_rows = None
         if ctx.needs_input_grad[0]:
             of_rows = _grouped_linear(outer, ctx.padding.weight(matrices), ends_E, is_transposed=True)
-        return of_rows, None, None, *ctx.padding.matrices(_weight_gradient(outer, rows, ends_E))
-
-
-def _weight_gradient(outer_SO: Tensor, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the gradient [E, O, D] of a grouped product's weight; `outer_SO` is that of its result."""
-    if _can_use_grouped_mm(rows_SD, outer_SO, ends_E):
-        return functional.grouped_mm(outer_SO.T, rows_SD, offs=ends_E)
-    # A GPU without a grouped product.
-    found = outer_SO.new_zeros(len(ends_E), outer_SO.shape[1], rows_SD.shape[1])
-    first = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        torch.mm(outer_SO[first:end].T, rows_SD[first:end], out=found[expert])
-        first = end
-    return found
+        return of_rows, None, None, *ctx.padding.matrices(weight_gradient(outer, rows, ends_E))
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tensor:
