@@ -1,4 +1,4 @@
-"""What the phases of one layout say of another one, and what was measured there, on two GPUs with earlier versions."""
+"""What the phases of one layout say of another one, and what was measured there, on two and four GPUs."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,12 @@ from ppojob_trainer.controller.step_time import Layout
 
 LARGEST_ERROR = 0.13
 LARGEST_ERROR_OF_A_CHANGE = 0.14
-"""In shares of the step. The runs here are of earlier versions; docs/watching-a-run.md has the errors of later ones."""
+"""In shares of the step, of runs with earlier versions; docs/watching-a-run.md has the errors of later ones."""
+LARGEST_ERROR_APART = 0.20
+LARGEST_ERROR_APART_BEFORE = 0.33
+"""Of the runs with the rollout apart; the second one of the earlier run."""
 SPLIT = {"actor": "actor", "rollout": "actor", "critic": "critic", "ref": "critic"}
+APART = {"actor": "trainer", "rollout": "rollout", "ref": "trainer"}
 PHASES = ("gen", "old_log_prob", "values", "ref", "adv", "update_critic", "update_actor", "update_weights")
 
 
@@ -38,6 +42,13 @@ def colocated(gpus: int) -> Layout:
     return Layout(dict.fromkeys(SPLIT, "all"), {"all": gpus}, schedule_of(ScheduleMode.SERIAL))
 
 
+def apart(
+    mode: ScheduleMode, gen: float, old_log_prob: float, ref: float, actor: float, weights: float, step_s: float
+) -> Measured:
+    layout = Layout(APART, {"trainer": 1, "rollout": 1}, schedule_of(mode))
+    return Measured(layout, (gen, old_log_prob, None, ref, None, None, actor, weights), step_s)
+
+
 # With gradient checkpointing.
 HALF_B = {
     "1+1": Measured(split(1), (2.41, 0.40, 0.33, 0.41, 0.03, 1.22, 1.56, 0.12), 4.89),
@@ -53,6 +64,18 @@ MODES = {
 ONE_AND_A_HALF_B = {
     "2+2": Measured(split(2), (2.08, 0.56, 0.51, 0.62, None, 1.87, 1.93, 0.101), 5.12),
     "colocated-4": Measured(colocated(4), (1.79, 0.29, 0.32, 0.31, None, 1.19, 1.11, 0.108), 5.63),
+}
+
+# GRPO, 1.5B, responses of varied lengths, of docs/measured.md.
+GRPO = {
+    "overlapped": apart(ScheduleMode.OVERLAPPED, 13.5, 2.9, 2.8, 8.4, 0.08, 23.1),
+    "one-step-off": apart(ScheduleMode.ONE_STEP_OFF, 14.0, 2.5, 2.5, 8.2, 0.10, 14.1),
+}
+# The earlier run: with OneStepOff, generation took 5 s longer, which the phases of other schedules do not show.
+GRPO_BEFORE = {
+    "serial": apart(ScheduleMode.SERIAL, 18.0, 2.6, 2.7, 9.3, 0.12, 33.1),
+    "overlapped": apart(ScheduleMode.OVERLAPPED, 17.4, 3.0, 2.9, 9.9, 0.08, 28.7),
+    "one-step-off": apart(ScheduleMode.ONE_STEP_OFF, 22.9, 2.6, 2.6, 9.9, 0.09, 21.4),
 }
 
 
@@ -80,6 +103,35 @@ def test_one_layouts_phases_say_another_ones_step(
 
     assert found / step_s - 1 == pytest.approx(error, abs=0.01), "the model, or its fit, changed"
     assert abs(found / step_s - 1) <= LARGEST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("table", "source", "target", "error"),
+    [
+        (GRPO, "overlapped", "overlapped", 0.20),
+        (GRPO, "overlapped", "one-step-off", 0.01),
+        (GRPO, "one-step-off", "overlapped", 0.18),
+        (GRPO, "one-step-off", "one-step-off", 0.00),
+        (GRPO_BEFORE, "serial", "serial", -0.01),
+        (GRPO_BEFORE, "serial", "overlapped", 0.14),
+        (GRPO_BEFORE, "serial", "one-step-off", -0.15),
+        (GRPO_BEFORE, "overlapped", "serial", 0.01),
+        (GRPO_BEFORE, "overlapped", "overlapped", 0.16),
+        (GRPO_BEFORE, "overlapped", "one-step-off", -0.18),
+        (GRPO_BEFORE, "one-step-off", "serial", 0.15),
+        (GRPO_BEFORE, "one-step-off", "overlapped", 0.33),
+        (GRPO_BEFORE, "one-step-off", "one-step-off", 0.07),
+    ],
+)
+def test_with_the_rollout_apart_the_errors_are_those_that_the_documents_say(
+    table: dict[str, Measured], source: str, target: str, error: float
+) -> None:
+    step_s = table[target].step_s
+
+    found = predicted(table[source], table[target].layout)
+
+    assert found / step_s - 1 == pytest.approx(error, abs=0.01), "see docs/watching-a-run.md and docs/measured.md"
+    assert abs(found / step_s - 1) <= (LARGEST_ERROR_APART if table is GRPO else LARGEST_ERROR_APART_BEFORE)
 
 
 @pytest.mark.parametrize("table", [HALF_B, ONE_AND_A_HALF_B])
