@@ -263,8 +263,8 @@ RUNS: Final[tuple[MeasuredRun, ...]] = (
         phases={"gen": 22.71, "old_log_prob": 2.90, "ref": 2.72, "update_actor": 8.22},
         step=38.1,
     ),
-    # Medians of steps 1 to 3; without the phase of pushes, of which the first one sent all weights. The plan knows no
-    # biases of experts and no sinks.
+    # Medians of steps 1 to 3; without the phase of pushes, of which the first one sent all weights. The norm before
+    # attention was torch's own kernel. The plan knows no biases of experts and no sinks.
     MeasuredRun(
         "20B-A3.6B (gpt-oss), one pool of two GPUs, experts divided, LoRA, compiled, routing replay",
         mixture_job(32_768, COMPILED, "unsloth/gpt-oss-20b-BF16", routingReplay=True),

@@ -41,9 +41,9 @@ _INDUCTOR: Final[Mapping[str, bool]] = {"triton.mix_order_reduction_non_strict_m
 """Options of torch.compile's own backend. By default, the number of tokens decides whether a sum over tokens and one
 over a token's numbers become one kernel. A warm-up has fewer, so the first step would compile the layers again."""
 _EQUAL_SUMS: Final[Mapping[str, bool]] = {"batch_invariant": True}
-"""Options with which passes with and without gradients add in the same order. By default, Inductor measures for each
-pass which block size of a sum is faster, and for sums over more than 2,048 numbers it has two that are equally fast. In
-a mixture, the difference grows from layer to layer."""
+"""Options with which equal kernels of passes with and without gradients add in the same order. By default, Inductor
+measures for each pass which block size of a sum is faster, and for sums over more than 2,048 numbers it has two that
+are equally fast. In a mixture, the difference grows from layer to layer."""
 _MIXTURE: Final = "mixture"
 """Name of a layer's attribute with its `_Mixture`, if the layer is recomputed with one choice of experts."""
 
