@@ -162,7 +162,7 @@ def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
 
     Only those that gather keys and values may be on several nodes: the trainer divides heads inside a node.
     """
-    for role, training, pool in _placed(spec):
+    for role, training, pool in placed(spec):
         node, peers = pool.gpus_per_node, training.num_peers
         if node % peers == 0:
             continue
@@ -190,7 +190,7 @@ def _groups_fit_their_nodes(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
     """All stages have equally many GPUs, in whole groups that compute a layer together."""
-    for role, training, pool in _placed(spec):
+    for role, training, pool in placed(spec):
         stages = training.pipeline_parallel_size
         if stages == 1 or pool.gpus % (stages * training.num_peers) == 0:
             continue
@@ -205,7 +205,7 @@ def _stages_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _virtual_stages_are_of_a_pipeline(spec: PPOJobSpec) -> Iterator[Problem]:
-    for role, training, _ in _placed(spec):
+    for role, training, _ in placed(spec):
         number = training.virtual_pipeline_parallel_size
         # The reference has the actor's sizes.
         if role != "ref" and number > 1 and training.pipeline_parallel_size == 1:
@@ -217,7 +217,7 @@ def _virtual_stages_are_of_a_pipeline(spec: PPOJobSpec) -> Iterator[Problem]:
 
 
 def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
-    for role, training, pool in _placed(spec):
+    for role, training, pool in placed(spec):
         size, tensor, sequence = training.fsdp_size, training.tensor_parallel_size, training.sequence_parallel_size
         if size is None:
             continue
@@ -236,7 +236,7 @@ def _copies_fill_the_pools(spec: PPOJobSpec) -> Iterator[Problem]:
 
 def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
     """The ranks of a copy, or of its stage, are divided into whole groups that have all experts."""
-    for role, training, pool in _placed(spec):
+    for role, training, pool in placed(spec):
         size, stages = training.expert_parallel_size, training.pipeline_parallel_size
         tensor = training.tensor_parallel_size
         if size == 1:
@@ -259,7 +259,7 @@ def _experts_fill_the_copies(spec: PPOJobSpec) -> Iterator[Problem]:
                 yield f"{role}.expertParallelSize", size, f"{why}: use a divisor, or remove the field"
 
 
-def _placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
+def placed(spec: PPOJobSpec) -> Iterator[tuple[str, Trained, Pool]]:
     """Yield the roles that are divided, with their sizes and pools; the reference for each pool but the actor's."""
     placement, pools = spec.placement, {pool.name: pool for pool in spec.pools}
     critic = (placement.critic or placement.actor) if spec.algorithm.needs_critic else None

@@ -4,10 +4,12 @@
 always be right, because users ignore noise. Errors are in `rules.py`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppojob_api.v1alpha1.algorithm import PolicyLoss
+from ppojob_api.v1alpha1.parallel_rules import placed
 from ppojob_api.v1alpha1.pools import Pool
 from ppojob_api.v1alpha1.runtime import Device
 from ppojob_api.v1alpha1.spec import PPOJobSpec
@@ -29,6 +31,7 @@ def spec_warnings(spec: PPOJobSpec) -> Iterator[FieldError]:
     yield from _gspo_is_hardly_clipped(spec)
     yield from _is_off_policy(spec)
     yield from _copies_cross_nodes(spec)
+    yield from _experts_cross_nodes(spec)
     yield from _topology_without_a_queue(spec)
     if spec.device is Device.CUDA:
         for index, pool in enumerate(spec.pools):
@@ -100,6 +103,29 @@ def _copies_cross_nodes(spec: PPOJobSpec) -> Iterator[FieldError]:
                 "gathered across nodes: let one divide the other"
             )
             yield FieldError(f"spec.{role}.fsdpSize", training.fsdp_size, remedy)
+
+
+def _experts_cross_nodes(spec: PPOJobSpec) -> Iterator[FieldError]:
+    """Groups are consecutive GPUs from a multiple of their size on: none spans nodes if it divides a node's GPUs."""
+    warned: set[str] = set()
+    for role, training, pool in placed(spec):
+        field = f"spec.{'actor' if role == 'ref' else role}.expertParallelSize"
+        size, node = training.expert_parallel_size, pool.gpus_per_node
+        if node % size == 0 or field in warned:
+            continue
+        warned.add(field)
+        # Permitted: it divides all that the present size divides, the GPUs of a copy and the model's experts.
+        inside = math.gcd(size, node)
+        remedy = f"set it to {inside}" if inside > 1 else "remove the field"
+        if role == "ref":
+            remedy = f"set placement.ref to [{spec.placement.actor}], or {remedy}"
+        yield FieldError(
+            field,
+            size,
+            f"{'the reference is divided like the actor, and ' * (role == 'ref')}nodes of pool {pool.name} have {node} "
+            f"GPUs, so groups of {size} span nodes and exchange tokens over the network twice in each layer with "
+            f"experts: if GPU memory allows, {remedy}",
+        )
 
 
 def _topology_without_a_queue(spec: PPOJobSpec) -> Iterator[FieldError]:

@@ -22,6 +22,10 @@ OFF = {
 GPU = "nvidia.com/gpu.product"
 SIX = {"miniBatchSize": 8}
 """Minibatches that six GPUs divide."""
+TWO_NODES = {**POOL, "gpusPerNode": 4, "nodeSelector": {GPU: "H200"}}
+SMALL = {**CRITIC, "nodes": 2, "nodeSelector": {GPU: "H200"}}
+"""Two nodes of two GPUs."""
+WITH_REFERENCE = {"algorithm": {"kl": {"inReward": True}}}
 
 
 def among(*products: str) -> dict[str, Any]:
@@ -83,6 +87,43 @@ def said_of(spec: dict[str, Any]) -> list[str]:
             "spec.actor.fsdpSize: 3: a copy of a pipeline stage has 3 GPUs, and nodes of pool actor have 2",
         ),
         (
+            {"pools": [TWO_NODES, CRITIC], "actor": {"miniBatchSize": 8, "expertParallelSize": 8}},
+            "spec.actor.expertParallelSize: 8: nodes of pool actor have 4 GPUs, so groups of 8 span nodes and exchange "
+            "tokens over the network twice in each layer with experts: if GPU memory allows, set it to 4",
+        ),
+        (
+            {
+                "pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC],
+                "actor": {**SIX, "expertParallelSize": 3},
+            },
+            "spec.actor.expertParallelSize: 3: nodes of pool actor have 2 GPUs, so groups of 3 span nodes and exchange "
+            "tokens over the network twice in each layer with experts: if GPU memory allows, remove the field",
+        ),
+        (
+            {"pools": [TWO_NODES, SMALL], "critic": {"miniBatchSize": 8, "expertParallelSize": 4}},
+            "spec.critic.expertParallelSize: 4: nodes of pool critic have 2 GPUs, so groups of 4 span nodes and "
+            "exchange tokens over the network twice in each layer with experts: if GPU memory allows, set it to 2",
+        ),
+        (
+            {
+                "pools": [TWO_NODES, SMALL],
+                "actor": {"miniBatchSize": 8, "expertParallelSize": 4},
+                **WITH_REFERENCE,
+            },
+            "spec.actor.expertParallelSize: 4: the reference is divided like the actor, and nodes of pool critic have "
+            "2 GPUs, so groups of 4 span nodes and exchange tokens over the network twice in each layer with experts: "
+            "if GPU memory allows, set placement.ref to [actor], or set it to 2",
+        ),
+        (
+            {
+                # One warning for a field, though the reference's groups span nodes too.
+                "pools": [{**TWO_NODES, "nodes": 4}, {**SMALL, "nodes": 4}],
+                "actor": {"miniBatchSize": 16, "expertParallelSize": 8},
+                **WITH_REFERENCE,
+            },
+            "spec.actor.expertParallelSize: 8: nodes of pool actor have 4 GPUs, so groups of 8 span nodes",
+        ),
+        (
             {"pools": [{**POOL, "podTemplate": among("H200", "A100")}, CRITIC]},
             "spec.pools[0].podTemplate.spec.affinity.nodeAffinity: ['H200', 'A100']: the pool may get several kinds",
         ),
@@ -113,6 +154,14 @@ def test_a_warning_has_path_value_and_remedy(spec: dict[str, Any], words: str) -
         {
             "pools": [{**POOL, "nodes": 3, "nodeSelector": {GPU: "H200"}}, CRITIC],
             "actor": {**SIX, "fsdpSize": 1, "pipelineParallelSize": 3},
+        },
+        {"pools": [TWO_NODES, CRITIC], "actor": {"miniBatchSize": 8, "expertParallelSize": 4}},
+        {"pools": [TWO_NODES, CRITIC], "actor": {"miniBatchSize": 8, "expertParallelSize": 2, "fsdpSize": 2}},
+        {
+            "pools": [TWO_NODES, SMALL],
+            "actor": {"miniBatchSize": 8, "expertParallelSize": 2},
+            "critic": {"miniBatchSize": 8, "expertParallelSize": 2},
+            **WITH_REFERENCE,
         },
         {"pools": [POOL, CRITIC], "device": "CPU"},
         {

@@ -42,6 +42,7 @@ def test_the_page_quotes_what_is_said() -> None:
         reward={"function": {"module": "rewards", "timeoutSeconds": 1800}},
         algorithm={"policyLoss": "GSPO"},
     )
+    experts = parsed(pools=actors(nodeSelector={"a": "b"}), actor={"miniBatchSize": 8, "expertParallelSize": 4})
 
     made = [
         *template_problems(host_network, KEY, UID),
@@ -52,6 +53,7 @@ def test_the_page_quotes_what_is_said() -> None:
         *spec_warnings(questionable),
         *spec_warnings(parsed(pools=actors())),
         *spec_warnings(parsed(pools=actors(podTemplate=among("H200", "A100")))),
+        *spec_warnings(experts),
         *judge_claim(parsed(), Claim("data", "Bound", ("ReadWriteOnce",))).warnings,
         *judge_claim(apart, Claim("data", "Bound", ("ReadWriteOnce",))).warnings,
     ]

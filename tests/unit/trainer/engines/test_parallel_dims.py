@@ -155,6 +155,26 @@ def test_tensor_parallel_ranks_are_among_those_that_divide_experts() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(shard=12, expert=4),
+        ParallelDims(shard=12, expert=3),
+        ParallelDims(replicate=3, shard=2, tensor=2, expert=4),
+        ParallelDims(replicate=2, shard=2, context=3, pipeline=2, expert=6),
+        ParallelDims(shard=6, sequence=2, pipeline=2, expert=3),
+    ],
+    ids=str,
+)
+def test_experts_stay_on_a_host_if_their_size_divides_its_ranks(dims: ParallelDims) -> None:
+    """The rule of the warning about expertParallelSize, in `ppojob_api.v1alpha1.spec_warnings`."""
+    groups = dims.expert_groups()["expert"]
+    sizes = [size for size in range(1, dims.world_size + 1) if dims.world_size % size == 0]
+    inside = [size for size in sizes if all(len({rank // size for rank in ranks}) == 1 for ranks in groups)]
+
+    assert inside == [size for size in sizes if size % dims.expert == 0]
+
+
 def test_stages_may_be_on_different_hosts() -> None:
     ParallelDims(pipeline=4).check_host(1)
 
