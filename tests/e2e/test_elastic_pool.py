@@ -33,7 +33,7 @@ CHANGES: dict[str, Any] = {
     "critic": None,
     "rollout": {"samplesPerPrompt": 4},
     "pools": [
-        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": {**_SMALL, "memory": "7Gi"}},
+        {"name": "actor", "gpusPerNode": 1, "resourcesPerGPU": {**_SMALL, "memory": "8704Mi"}},
         {
             "name": "spot",
             "gpusPerNode": 1,
@@ -80,7 +80,8 @@ def story(site: Site) -> Iterator[Story]:
         found.last = site.job(NAME)["status"]
         yield found
     finally:
-        site.kubectl("delete", "ppojob", NAME, "--ignore-not-found", "--timeout=120s", limit=150)
+        # It still trains, so its pods stay until it has stopped gracefully; they need the storage.
+        site.delete(NAME)
 
 
 def await_engines(site: Site, story: Story, number: int) -> None:
@@ -88,14 +89,15 @@ def await_engines(site: Site, story: Story, number: int) -> None:
     since = max(records(site, NAME), default=0)
 
     def missing() -> str:
-        ready = site.kubectl("get", "ppojob", NAME, "--no-headers").split()[5]
+        status = site.job(NAME).get("status", {})
+        # Column READY of `kubectl get ppojobs`.
+        ready = status.get("ready", "")
         if story.ready[-1:] != [ready]:
             story.ready.append(ready)
         steps = read_metrics(site.root(NAME) / "metrics.jsonl")
         seen = {int(each["step"] or 0): each.get("rollout/engines") for each in steps}
         if any(step > since and engines == number for step, engines in seen.items()):
             return ""
-        status = site.job(NAME).get("status", {})
         assert status.get("phase") not in ("Failed", "Succeeded"), status
         return f"engines of the last steps: {list(seen.values())[-5:]}, READY {ready}"
 
