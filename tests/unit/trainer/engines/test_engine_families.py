@@ -27,7 +27,7 @@ from ppojob_trainer.models import support
 from ppojob_trainer.models.support import Support
 from ppojob_trainer.protocol import DataProto, Keys
 from tests.unit.trainer.engines.fsdp_engines import critic_engine, policy_engine, reference_engine
-from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_biases
+from tests.unit.trainer.engines.tiny_experts import MIXTURES, fill_biases, saved
 from tests.unit.trainer.engines.tiny_llama import RESPONSE_LENGTH, VOCABULARY
 from tests.unit.trainer.padded import padded_inputs, padded_responses, response_part
 
@@ -106,7 +106,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12}),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
-    "smollm3": ("smollm3", {}),
+    # The last layer does not rotate queries and keys.
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 3}),
     "glm4": ("glm4", {}),
     "deepseek v3": ("deepseek_v3", LATENT),
     "deepseek v3 with yarn and whole queries": (
@@ -127,18 +128,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "-"), scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, settings = FAMILIES[request.param]
+    return save_tiny_family(tmp_path_factory.mktemp("families") / FAMILIES[request.param][0], request.param)
+
+
+def save_tiny_family(folder: Path, name: str) -> Path:
+    """Write a random model with the settings of `FAMILIES`."""
+    family, settings = FAMILIES[name]
     torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("families") / family
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SHAPE, **settings}))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name or parameter_name.endswith("bias"):
             # Begin at 0 or 1, where a mistake would not be seen.
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().flatten()[0]), std=0.2)
     fill_biases(model)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return saved(model, folder)
 
 
 def make_policy(
