@@ -44,11 +44,12 @@ OF_LAYOUT = ("rollout/engines", "sampling/surplus_prompts", "sampling/surplus_sa
 """Another layout may have another number of engines, and may have begun other prompts when a batch was full."""
 STEPS = 3
 LIMIT_S = 900.0
-SAME_MODEL = 5e-3
+SAME_MODEL = 1e-4
 """Largest `training/rollout_probs_diff_mean` of a rollout that has the actor's weights.
 
-It gets them in bfloat16: the runs here show 0.002 to 0.003, and 0.04 to 0.06 where no weights are pushed
-(`test_a_push_that_changes_nothing_exceeds_the_limit`).
+On the CPU it gets them in float32: the runs here show at most 5e-7. They show 0.04 to 0.06 where no weights are pushed
+(`test_a_push_that_changes_nothing_exceeds_the_limit`), and 3e-4 where one of eight experts of the last of two layers
+keeps its old weights.
 """
 PROGRAM = "from ppojob_trainer.cli import main; main()"
 ALONE = {"maxNumSeqs": 1, "enablePrefixCaching": False}

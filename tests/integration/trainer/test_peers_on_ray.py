@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.trainer.runs import ONE_POOL, SAME_MODEL, comparable, finish, spec_of
+from tests.integration.trainer.tiny_mixtures import FAMILIES
 from tests.integration.trainer.tiny_model import write_tiny_model
 
 # The engines' own tests compare the gradients of such ranks in every run.
@@ -86,3 +87,21 @@ def test_divided_experts_change_no_number_of_a_run(tmp_path: Path) -> None:
     for name, value in first.items():
         assert value == pytest.approx(expected[name], rel=0.05, abs=0.02), name
     assert divided[2]["training/rollout_probs_diff_mean"] < SAME_MODEL
+
+
+def test_divided_experts_of_two_stages_reach_the_rollout(tmp_path: Path) -> None:
+    mixture = write_tiny_model(tmp_path / "model", "mixtral", **FAMILIES["mixtral"])
+    raw = spec_of(
+        mixture,
+        algorithm={"advantageEstimator": "GRPO"},
+        actor={**TRAINING, "pipelineParallelSize": 2, "expertParallelSize": 2},
+        rollout={"samplesPerPrompt": 2},
+        pools=[{"name": "trainer", "gpusPerNode": 4}, {"name": "rollout", "gpusPerNode": 1}],
+        placement={"actor": "trainer", "rollout": ["rollout"]},
+        trainer={"totalSteps": 2, "validateEverySteps": 0},
+        checkpoint={"everySteps": 0, "export": "Never"},
+    )
+
+    records = finish(tmp_path / "run", raw).records
+
+    assert [records[step]["training/rollout_probs_diff_mean"] < SAME_MODEL for step in (1, 2)] == [True, True]
