@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from ppojob_trainer.engines.train.dims import ParallelDims
 from tests.gpu.combination_ranks import COMBINATIONS, DIVISIONS
-from tests.unit.docs.test_reference_pages import CODE, MATRIX, rows, section
+from tests.unit.docs.test_reference_pages import MATRIX, rows, section
 from tests.unit.trainer.engines import (
     test_context_parallel,
     test_engine_peer_options,
@@ -100,9 +99,3 @@ def test_a_cell_has_a_layout_on_several_ranks(row: str, column: str) -> None:
     if (row, column) in GPUS_ALONE:
         assert is_among(on_gpus())
     assert is_among(on_the_cpu()) != ((row, column) in GPUS_ALONE)
-
-
-def test_the_page_names_the_families_whose_pipelines_have_several_ranks() -> None:
-    [sentence] = re.findall(r"Updates of pipelines on several ranks are compared for (.+?)\.", OPTIONS, re.DOTALL)
-
-    assert set(CODE.findall(sentence)) == {layout.family for layout in on_the_cpu() if layout.dims.pipeline > 1}
