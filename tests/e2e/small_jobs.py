@@ -20,21 +20,20 @@ _STEP_LIMIT_SECONDS = 600.0
 _RESUMED = re.compile(r"resuming after step (\d+)")
 
 
-def small_pools(
-    *, actor_nodes: int = 1, actor_gpus: int = 1, critic_nodes: int = 1, **fields: Any
-) -> list[dict[str, Any]]:
+def small_pools(actor_ranks: int = 1, *, critic_nodes: int = 1, **fields: Any) -> list[dict[str, Any]]:
     """Return the pools of actor and critic, with `fields` in both. The actor's pool has the engines, too.
 
     Two pods of the critic have no room for a reference.
 
     Args:
-        actor_nodes, critic_nodes: pods. actor_gpus: ranks of the actor in each of its pods; the critic has one.
+        actor_ranks: of the actor, in one pod.
+        critic_nodes: pods of the critic, with one rank each.
     """
     # Each of two ranks has half of the optimizer.
-    actor = {**_SMALL, "memory": "9Gi" if actor_nodes * actor_gpus == 1 else "6Gi"}
+    actor = {**_SMALL, "memory": "9Gi" if actor_ranks == 1 else "6Gi"}
     critic = {**_SMALL, "memory": "7Gi" if critic_nodes == 1 else "5Gi"}
     return [
-        {"name": "actor", "nodes": actor_nodes, "gpusPerNode": actor_gpus, "resourcesPerGPU": actor, **fields},
+        {"name": "actor", "gpusPerNode": actor_ranks, "resourcesPerGPU": actor, **fields},
         {"name": "critic", "nodes": critic_nodes, "gpusPerNode": 1, "resourcesPerGPU": critic, **fields},
     ]
 

@@ -36,7 +36,7 @@ def story(site: Site) -> Iterator[list[Any]]:
     turns.append(site.job(NAME)["status"])
     site.patch(NAME, runPolicy={"suspend": False})
     site.await_condition(NAME, "Progressing", "True", limit=TRAINING_LIMIT_SECONDS, reason="Training")
-    site.patch(NAME, pools=small_pools(actor_gpus=2))
+    site.patch(NAME, pools=small_pools(2))
     site.await_condition(NAME, "LayoutApplied", "True", limit=STOP_LIMIT_SECONDS)
     turns.append(site.job(NAME)["status"])
     site.await_condition(NAME, "Complete", "True", limit=TRAINING_LIMIT_SECONDS)
