@@ -84,7 +84,7 @@ format: install ## Format the code and fix what ruff can fix.
 types: install ## Check the types (mypy, strict), also those of the tests.
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --package tools.cluster --package tools.images --package tools.release --package tools.site --package tools.suite
-	$(VENV)/bin/mypy --explicit-package-bases tests/unit tests/integration tests/e2e
+	$(VENV)/bin/mypy --explicit-package-bases tests/unit tests/integration tests/e2e tests/gpu
 
 .PHONY: contracts
 contracts: install ## Check who imports whom (import-linter).

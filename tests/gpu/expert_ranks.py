@@ -26,7 +26,7 @@ from tests.gpu.one_layout import in_layout
 from tests.unit.trainer.engines.fsdp_engines import policy_engine
 
 VOCABULARY, NUM_SEQUENCES = 512, 8
-SHAPES: Final[dict[str, tuple[dict[str, int], int]]] = {
+SHAPES: Final[dict[str, tuple[dict[str, Any], int]]] = {
     "CUDA": ({"hidden_size": 1024, "num_hidden_layers": 4, "num_experts": 64, "moe_intermediate_size": 512}, 1024),
     "CPU": ({"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32}, 32),
 }
@@ -48,11 +48,11 @@ def write_model(folder: Path, device: str, *, is_starved: bool) -> Path:
 
     torch.manual_seed(0)
     shape, _ = SHAPES[device]
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": shape["hidden_size"] // 8}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": shape["hidden_size"] // 8}
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY, num_experts_per_tok=4, initializer_range=0.1, norm_topk_prob=True, **heads, **shape
     )
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model = Qwen3MoeForCausalLM(config).bfloat16()
     half = shape["num_experts"] // 2
     for name, weight in model.named_parameters():
         if is_starved and name.endswith("mlp.gate.weight"):

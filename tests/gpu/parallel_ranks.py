@@ -63,7 +63,7 @@ def write_model(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     with torch.device("cuda"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
     return folder
 

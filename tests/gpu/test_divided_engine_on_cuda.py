@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu(2)
 
 LIMIT_SECONDS = 300
 # 170 million parameters. One KV head is on both GPUs, and the 257 tokens of the vocabulary are 160 and 97.
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 12,

@@ -170,8 +170,9 @@ def spec_of(model: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.1}
-    return write_tiny_model(tmp_path_factory.mktemp("small"), num_hidden_layers=4, intermediate_size=1024, **settings)
+    sizes: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    settings: dict[str, Any] = {"num_hidden_layers": 4, "intermediate_size": 1024, "initializer_range": 0.1}
+    return write_tiny_model(tmp_path_factory.mktemp("small"), **sizes, **settings)
 
 
 @pytest.mark.parametrize(
